@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,41 @@ def test_tied_head_may_be_stored_or_absent(tmp_path: Path, stored: bool) -> None
     load_checkpoint(weight_map, edit(tied, tmp_path / "b", change))
     assert "lm_head.weight" not in weight_map.slots
     assert torch.equal(weight_map.read("lm_head.weight"), weight_map.read("model.embed_tokens.weight"))
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the embedding", "alone"])
+def test_a_tied_head_of_other_values_is_refused_and_a_single_one_is_both(tmp_path: Path, beside: bool) -> None:
+    tied = make_model_folder(tmp_path / "a", "qwen2", tie_word_embeddings=True)
+    head = torch.randn(decoder_map(tied).slots["model.embed_tokens.weight"].shape)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = head
+        if not beside:
+            del tensors["model.embed_tokens.weight"]
+
+    weight_map, folder = decoder_map(tied), edit(tied, tmp_path / "b", change)
+    if not beside:
+        load_checkpoint(weight_map, folder)
+        assert torch.equal(weight_map.read("model.embed_tokens.weight"), head)
+        return
+    with pytest.raises(BadRequestError, match=r"lm_head\.weight differs .*tie_word_embeddings=true.*remove"):
+        load_checkpoint(weight_map, folder)
+    assert weight_map.read("model.norm.weight").isnan().all(), "nothing was written"
+
+
+def test_the_newer_of_two_checkpoints_in_a_folder_is_served_or_none(tmp_path: Path) -> None:
+    old = make_model_folder(tmp_path / "old", "llama", seed=1, max_shard_size="50KB")
+    new = make_model_folder(tmp_path / "new", "llama", seed=2)
+    shutil.copy(new / "model.safetensors", old)  # as transformers saves one file where shards were
+    weight_map = decoder_map(old)
+    load_checkpoint(weight_map, old)
+    for name, tensor in iter_checkpoint(new):
+        assert torch.equal(weight_map.read(name), tensor)
+
+    (old / "model.safetensors").unlink()
+    (old / "model-00001-of-00099.safetensors").touch()
+    with pytest.raises(BadRequestError, match=r"index does not name: model-00001-of-00099\.safetensors"):
+        load_checkpoint(weight_map, old)
 
 
 def test_untied_head_is_required(folder: Path, tmp_path: Path) -> None:

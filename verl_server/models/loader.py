@@ -176,22 +176,41 @@ def _headers(folder: str | Path) -> Iterator[tuple[Path, str, tuple[int, ...], s
 def load_checkpoint(weight_map: WeightMap, folder: str | Path) -> None:
     """Install a whole checkpoint. Names, shapes and dtypes are checked before the first byte is written.
 
+    A tied head that is stored must be equal to the embedding. The rules are those of an update.
+
     Raises BadRequestError also if a weight is NaN or infinite in the dtype of its parameter.
     """
     headers = list(_headers(folder))
     check_covers(weight_map, {name: shape for _, name, shape, _ in headers}, str(folder))
     for file, name, _, dtype in headers:
-        if name in weight_map.slots and not dtype.startswith(_FLOATS):
+        if weight_map.canonical(name) in weight_map.slots and not dtype.startswith(_FLOATS):
             raise BadRequestError(
                 f"{file}: {name} is stored as {dtype}, but the model's weights are floating-point numbers. "
                 "Store it as float32, bfloat16 or float16; quantized checkpoints are not supported."
             )
+    files = {name: file for file, name, _, _ in headers}
+    twins = [(alias, name) for alias, name in weight_map.aliases.items() if alias in files and name in files]
+    for alias, name in twins:
+        _refuse_other_twin(alias, files[alias], name, files[name])
     for name, tensor in iter_checkpoint(folder):
-        # A checkpoint may store a tied head beside the embedding: the same tensor, which is installed already.
-        slot = weight_map.slots.get(name)
-        if slot is not None:
+        slot = weight_map.slots.get(weight_map.canonical(name))
+        if slot is not None and name not in dict(twins):
             slot.copy_from(tensor)
-    _refuse_nonfinite(weight_map, {name: file for file, name, _, _ in headers})
+    _refuse_nonfinite(weight_map, {weight_map.canonical(name): file for name, file in files.items()})
+
+
+def _refuse_other_twin(alias: str, alias_file: Path, name: str, file: Path) -> None:
+    """Raise BadRequestError if a tied tensor is stored with other values than its twin."""
+    with (
+        safe_open(alias_file, framework="pt", device="cpu") as one,
+        safe_open(file, framework="pt", device="cpu") as two,
+    ):
+        first, second = one.get_tensor(alias), two.get_tensor(name)
+    if first.shape != second.shape or not torch.equal(first.to(second.dtype), second):
+        raise BadRequestError(
+            f"{alias_file}: {alias} differs from {name}, but config.json ties them (tie_word_embeddings=true). Set it "
+            f"to false there, or remove {alias} from the checkpoint."
+        )
 
 
 def _refuse_nonfinite(weight_map: WeightMap, files: Mapping[str, Path]) -> None:
@@ -211,13 +230,12 @@ def _refuse_nonfinite(weight_map: WeightMap, files: Mapping[str, Path]) -> None:
 
 def check_covers(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], where: str) -> None:
     """Raise BadRequestError that lists missing tensors, unknown tensors and tensors of another shape in `shapes`."""
-    # A checkpoint that stores only the head of a tied pair is refused: the embedding's own name is required.
-    missing = [n for n in weight_map.slots if n not in shapes]
+    missing = weight_map.missing(shapes)
     unknown = weight_map.unknown(shapes)
     wrong = [
-        f"{n}: {list(shapes[n])} instead of {list(slot.shape)}"
-        for n, slot in weight_map.slots.items()
-        if n in shapes and shapes[n] != slot.shape
+        f"{n}: {list(shape)} instead of {list(weight_map.slots[weight_map.canonical(n)].shape)}"
+        for n, shape in shapes.items()
+        if weight_map.canonical(n) in weight_map.slots and weight_map.slots[weight_map.canonical(n)].shape != shape
     ]
     problems = [
         f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
@@ -249,20 +267,27 @@ def dummy_tensors(slots: Mapping[str, WeightSlot], device: torch.device) -> Iter
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files that the index names, else model.safetensors, else all safetensors files of the folder.
+    """model.safetensors, else the files that the index names, else all safetensors files of the folder.
 
-    An index or model.safetensors comes first because some repositories also hold a consolidated copy under other names.
-    Raises BadRequestError if there are none, or if the index names a missing file.
+    The first two come first because some repositories also hold a consolidated copy under other names. The order is
+    that of transformers, which leaves an old index behind when it saves one file into a folder. Raises BadRequestError
+    if there are none, if the index names a missing file, or if there are shards that it does not name.
     """
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
     if index.is_file():
         names = _shards_of(index)
-        absent = [n for n in names if not (folder / n).is_file()]
-        if absent:
+        if absent := [n for n in names if not (folder / n).is_file()]:
             raise BadRequestError(f"{index} names files that do not exist: {', '.join(absent)}.")
+        shards = {path.name for path in folder.glob("model-*-of-*.safetensors")}
+        if strange := sorted(shards - set(names)):
+            raise BadRequestError(
+                f"{folder} has shards that its index does not name: {', '.join(strange[:8])}. They may be of another "
+                f"checkpoint. Remove them, or remove {index.name} if it is the old one."
+            )
         return [folder / n for n in names]
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise BadRequestError(
             f"{folder} has no *.safetensors. Convert the checkpoint with "

@@ -204,6 +204,7 @@ def test_a_header_longer_than_the_file_is_not_read(tmp_path: Path) -> None:
     ],
 )
 def test_an_index_that_is_wrong(folder: Path, index: bytes) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(BadRequestError, match=r"Cannot read .*model\.safetensors\.index\.json: .*Is it complete"):
         Checkpoint(folder)
