@@ -188,29 +188,30 @@ def load_checkpoint(weight_map: WeightMap, folder: str | Path) -> None:
                 f"{file}: {name} is stored as {dtype}, but the model's weights are floating-point numbers. "
                 "Store it as float32, bfloat16 or float16; quantized checkpoints are not supported."
             )
-    files = {name: file for file, name, _, _ in headers}
-    twins = [(alias, name) for alias, name in weight_map.aliases.items() if alias in files and name in files]
-    for alias, name in twins:
-        _refuse_other_twin(alias, files[alias], name, files[name])
+    twins = check_tied(weight_map.aliases, folder)
     for name, tensor in iter_checkpoint(folder):
         slot = weight_map.slots.get(weight_map.canonical(name))
-        if slot is not None and name not in dict(twins):
+        if slot is not None and name not in twins:
             slot.copy_from(tensor)
-    _refuse_nonfinite(weight_map, {weight_map.canonical(name): file for name, file in files.items()})
+    _refuse_nonfinite(weight_map, {weight_map.canonical(name): file for file, name, _, _ in headers})
 
 
-def _refuse_other_twin(alias: str, alias_file: Path, name: str, file: Path) -> None:
-    """Raise BadRequestError if a tied tensor is stored with other values than its twin."""
-    with (
-        safe_open(alias_file, framework="pt", device="cpu") as one,
-        safe_open(file, framework="pt", device="cpu") as two,
-    ):
-        first, second = one.get_tensor(alias), two.get_tensor(name)
-    if first.shape != second.shape or not torch.equal(first.to(second.dtype), second):
-        raise BadRequestError(
-            f"{alias_file}: {alias} differs from {name}, but config.json ties them (tie_word_embeddings=true). Set it "
-            f"to false there, or remove {alias} from the checkpoint."
-        )
+def check_tied(aliases: Mapping[str, str], folder: str | Path) -> set[str]:
+    """Return the tied tensors (keys of `aliases`) that a checkpoint stores beside their twins.
+
+    Raises BadRequestError if one has other values than its twin.
+    """
+    files = {name: file for file, name, _, _ in _headers(folder)}
+    twins = {alias: name for alias, name in aliases.items() if alias in files and name in files}
+    for alias, name in twins.items():
+        with safe_open(files[alias], framework="pt") as one, safe_open(files[name], framework="pt") as two:
+            first, second = one.get_tensor(alias), two.get_tensor(name)
+        if first.shape != second.shape or not torch.equal(first.to(second.dtype), second):
+            raise BadRequestError(
+                f"{files[alias]}: {alias} differs from {name}, but config.json ties them (tie_word_embeddings=true). "
+                f"Set it to false there, or remove {alias} from the checkpoint."
+            )
+    return set(twins)
 
 
 def _refuse_nonfinite(weight_map: WeightMap, files: Mapping[str, Path]) -> None:

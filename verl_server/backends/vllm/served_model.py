@@ -25,6 +25,7 @@ from verl_server.models.expert_stacks import expanded_shapes, expert_stacks
 from verl_server.models.loader import (
     WeightMap,
     WeightSlot,
+    check_tied,
     checkpoint_shapes,
     dummy_tensors,
     iter_checkpoint,
@@ -49,6 +50,8 @@ class ServedModel:
             aliases["lm_head.weight"] = "model.embed_tokens.weight"
         slots = {name: WeightSlot(name, shape, config.dtype, []) for name, shape in shapes.items()}
         is_dummy = server_args.load_format == "dummy"
+        if not is_dummy:
+            check_tied(aliases, folder)  # vLLM leaves the head of a tied pair out in silence
         first = {} if is_dummy else live.digests()
         self._loader = self._proved_loader(slots, tp)
         self.weight_map = WeightMap(slots, aliases, expert_stacks(slots), self._loader)
