@@ -233,11 +233,13 @@ def test_disk(
     save_file({name: tensor for name, tensor in weights.items() if "norm" not in name}, file)
     with pytest.raises(WeightUpdateError, match="does not cover every parameter"):
         server.update_weights_from_disk(str(folder))
+    shard = file.rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text("{")
     with pytest.raises(WeightUpdateError, match=r"Cannot read .*model\.safetensors\.index\.json"):
         server.update_weights_from_disk(str(folder))
     assert digest(server) == before
     (folder / "model.safetensors.index.json").unlink()
+    shard.unlink()
     file.write_bytes(whole)
     server.update_weights_from_disk(str(folder))
     assert digest(server) == wanted
