@@ -25,7 +25,7 @@ test: $(STAMP)  ## what a change must pass: CPU only, no network, no downloads
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not exhaustive" $(ARGS)
 
 test-all: $(STAMP)  ## what make test leaves out: full fuzz depth, every fault, soak
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m exhaustive $(ARGS)
 
 test-compat: $(STAMP)  ## unmodified clients of other projects against our server; writes docs/compatibility.md
 	$(BIN)/python -m tests.compat.run $(ARGS)
