@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from verl_server.chat.call_readers import TEXT
 from verl_server.chat.output import (
     ContentDelta,
     Delta,
@@ -23,7 +24,7 @@ from verl_server.errors import BadRequestError
 
 TYPES = {
     "get": {
-        "city": frozenset({"string"}),
+        "city": TEXT,
         "days": frozenset({"integer"}),
         "flag": frozenset({"boolean"}),
         "list": frozenset({"array"}),
@@ -142,6 +143,9 @@ def test_values_without_quotes_have_the_types_of_the_schema() -> None:
 @pytest.mark.parametrize(
     ("allowed", "value", "expected"),
     [
+        ("text", '"2024"', '"2024"'),
+        ("string", '"2024"', "2024"),
+        ("string", "None", "None"),
         ("string null", "2024", "2024"),
         ("string null", "null", None),
         ("string null", "None", None),

@@ -153,3 +153,20 @@ def test_a_format_without_a_grammar_is_refused() -> None:
     for name in ("none", "pythonic"):
         with pytest.raises(BadRequestError, match=f"`{name}`.*tool-call-parser"):
             forced_call_grammar(TOOLS, REQUIRED, OutputFormat(name, "none"))
+
+
+def test_values_without_quotes_follow_an_enumeration_by_reference() -> None:
+    schema = {
+        "properties": {"unit": {"$ref": "#/$defs/Unit"}, "other": {"anyOf": [{"enum": ["a"]}, {"enum": ["b"]}]}},
+        "$defs": {"Unit": {"type": "string", "enum": ["celsius", "kelvin"]}},
+        "required": ["unit", "other"],
+    }
+    tools = read_tools([{"type": "function", "function": {"name": "get", "parameters": schema}}])
+    format = OutputFormat("qwen3_coder", "none")
+    grammar = forced_call_grammar(tools, REQUIRED, format)
+    good = xml(("unit", '"kelvin"'), ("other", '"b"'))
+    assert accepts(grammar, good)
+    assert not accepts(grammar, xml(("unit", '"miles"'), ("other", '"b"')))
+    assert not accepts(grammar, xml(("unit", '"kelvin"'), ("other", '"c"')))
+    (call,) = parse_message(format, good, tools=True, thinking_open=False, types=parameter_types(tools)).tool_calls
+    assert json.loads(call.arguments) == {"unit": "kelvin", "other": "b"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from verl_server.chat.call_readers import TEXT
 from verl_server.chat.tools import (
     ToolChoice,
     parameter_types,
@@ -95,9 +96,11 @@ def test_types_of_parameters() -> None:
             "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "two": {"type": ["string", "integer"]}, "root": {"$ref": "#"}, "named": {"$ref": "#/$defs/Place"},
             "lost": {"$ref": "#/$defs/Lost"}, "round": {"$ref": "#/$defs/Round"}, "items": {"items": {}},
+            "chosen": {"$ref": "#/$defs/Choice"}, "either": {"anyOf": [{"type": "string"}, {"enum": ["x"]}]},
             "both": {"allOf": [{"type": ["string", "null"]}, {"type": ["null", "array"]}]},
         },
         "$defs": {
+            "Choice": {"type": "string", "enum": ["x", "y"]},
             "Place": {"oneOf": [{"type": "object"}, {"type": "boolean"}]},
             "Round": {"anyOf": [{"$ref": "#/$defs/Round"}, {"$ref": "#/$defs/Round"}]},
         },
@@ -105,10 +108,11 @@ def test_types_of_parameters() -> None:
     (types,) = parameter_types(read_tools(with_function(parameters=schema))).values()
     every = {"string", "number", "integer", "boolean", "null", "array", "object"}
     expected: dict[str, set[str]] = {
-        **{key: {"string"} for key in ("text", "list_of_one", "words", "nothing", "any", "fixed")},
+        **{key: set(TEXT) for key in ("text", "list_of_one", "words", "nothing", "any", "fixed")},
         **{"whole": {"integer"}, "number": {"number", "integer"}, "ids": {"integer", "null"}},
         **{"optional": {"string", "null"}, "two": {"string", "integer"}, "root": {"object"}},
         **{"named": {"object", "boolean"}, "lost": every, "round": every, "items": {"array"}, "both": {"null"}},
+        **{"chosen": {"string"}, "either": {"string"}},
     }
     assert types == expected
 

@@ -20,8 +20,8 @@ _MOST_NAME = 1024
 ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
 """Name of a tool -> name of a parameter -> the JSON types that its schema allows, for formats that write values without
 quotes."""
-TEXT = frozenset({"string"})
-"""The types of a parameter whose value is a string, whatever it looks like."""
+TEXT = frozenset({"text"})
+"""Stands for the type of a plain string: the value is a string without quotes, whatever it looks like."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ _TYPE_NAMES: tuple[tuple[type, str], ...] = (
     (dict, "object"),
 )
 _ALL_TYPES = frozenset(name for _, name in _TYPE_NAMES)
+_STRING = frozenset({"string"})
 _MOST_SCHEMAS = 64
 """Most schemas that are read for the types of one parameter."""
 _NAME_RULE = "must be a string of 1 to 128 letters, digits and characters of `_.:/-`"
@@ -145,8 +146,24 @@ def parameter_types(tools: Sequence[Tool]) -> ParameterTypes:
     for tool in tools:
         schema = tool.parameters or {}
         properties = schema.get("properties", {})
-        types[tool.name] = {name: _types(value, schema, [_MOST_SCHEMAS]) for name, value in properties.items()}
+        types[tool.name] = {
+            name: TEXT if _is_text(value) else _types(value, schema, [_MOST_SCHEMAS])
+            for name, value in properties.items()
+        }
     return types
+
+
+def _is_text(schema: Any) -> bool:
+    """Return True for a plain string. A string by reference or in a union may be an enumeration, which a forced call
+    writes as JSON."""
+    if not isinstance(schema, dict):
+        return True
+    kind = schema.get("type")
+    if kind is None:
+        values = schema.get("enum") or [schema.get("const", "")]
+        has_parts = any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref", "properties", "items"))
+        return not has_parts and isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return bool(kind in ("string", ["string"]))
 
 
 def _types(schema: Any, root: dict[str, Any], left: list[int]) -> frozenset[str]:
@@ -158,13 +175,13 @@ def _types(schema: Any, root: dict[str, Any], left: list[int]) -> frozenset[str]
     if left[0] < 0:
         return _ALL_TYPES
     if not isinstance(schema, dict):
-        return TEXT
+        return _STRING
     kinds = schema.get("type")
     if isinstance(kinds, str | list):
         named = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
         return frozenset(named | ({"integer"} if "number" in named else set()))
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return frozenset(map(_type_of, values)) or TEXT
+        return frozenset(map(_type_of, values)) or _STRING
     if "$ref" in schema:
         return _types(_referred(schema["$ref"], root), root, left)
     for key in ("anyOf", "oneOf"):
@@ -174,7 +191,7 @@ def _types(schema: Any, root: dict[str, Any], left: list[int]) -> frozenset[str]
         return _ALL_TYPES.intersection(*(_types(part, root, left) for part in parts))
     if "properties" in schema:
         return frozenset({"object"})
-    return frozenset({"array"}) if "items" in schema else TEXT
+    return frozenset({"array"}) if "items" in schema else _STRING
 
 
 def _referred(reference: Any, root: dict[str, Any]) -> Any:
