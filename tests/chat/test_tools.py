@@ -96,6 +96,7 @@ def test_types_of_parameters() -> None:
             "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "two": {"type": ["string", "integer"]}, "root": {"$ref": "#"}, "named": {"$ref": "#/$defs/Place"},
             "lost": {"$ref": "#/$defs/Lost"}, "round": {"$ref": "#/$defs/Round"}, "items": {"items": {}},
+            "nullable": {"type": "string", "nullable": True},
             "chosen": {"$ref": "#/$defs/Choice"}, "either": {"anyOf": [{"type": "string"}, {"enum": ["x"]}]},
             "both": {"allOf": [{"type": ["string", "null"]}, {"type": ["null", "array"]}]},
         },
@@ -112,7 +113,7 @@ def test_types_of_parameters() -> None:
         **{"whole": {"integer"}, "number": {"number", "integer"}, "ids": {"integer", "null"}},
         **{"optional": {"string", "null"}, "two": {"string", "integer"}, "root": {"object"}},
         **{"named": {"object", "boolean"}, "lost": every, "round": every, "items": {"array"}, "both": {"null"}},
-        **{"chosen": {"string"}, "either": {"string"}},
+        **{"nullable": {"string", "null"}, "chosen": {"string"}, "either": {"string"}},
     }
     assert types == expected
 

@@ -51,3 +51,13 @@ def test_a_call_in_a_running_loop_names_the_remedy(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a coroutine that was never awaited
         asyncio.run(cell())
+
+
+def test_a_loop_closes_in_a_notebook_after_calls_in_other_threads() -> None:
+    async def cell() -> int:
+        with AgentLoop(FakeEngine(), episode, WordRenderer()) as loop:
+            own = await loop.arun(TASKS)
+            batch = await asyncio.to_thread(loop.run_lockstep, TASKS)
+            return len(own.trajectories) + len(batch.trajectories)
+
+    assert asyncio.run(cell()) == 2

@@ -159,6 +159,8 @@ def _is_text(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return True
     kind = schema.get("type")
+    if schema.get("nullable") is True:
+        return False
     if kind is None:
         values = schema.get("enum") or [schema.get("const", "")]
         has_parts = any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref", "properties", "items"))
@@ -179,7 +181,8 @@ def _types(schema: Any, root: dict[str, Any], left: list[int]) -> frozenset[str]
     kinds = schema.get("type")
     if isinstance(kinds, str | list):
         named = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
-        return frozenset(named | ({"integer"} if "number" in named else set()))
+        named |= {"integer"} if "number" in named else set()
+        return frozenset(named | ({"null"} if schema.get("nullable") is True else set()))  # OpenAPI 3.0's
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
         return frozenset(map(_type_of, values)) or _STRING
     if "$ref" in schema:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.restarts import HealedServer
-from verl_server.rollout.running_loop import refuse_running_loop
+from verl_server.rollout.running_loop import is_loop_running, refuse_running_loop
 from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
@@ -195,7 +196,11 @@ class AgentLoop:
 
     def close(self) -> None:
         """Close the connections. The engine keeps running."""
-        self._runner.close()
+        if is_loop_running():  # in a notebook, after calls in other threads: the runner's loop cannot run here
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self._runner.close).result()
+        else:
+            self._runner.close()
         if self._attached is not None:
             self._attached.shutdown()
 

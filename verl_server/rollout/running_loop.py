@@ -12,11 +12,17 @@ def refuse_running_loop(call: str, remedy: str) -> None:
 
     Call it before the coroutine is made: a coroutine that nobody awaits prints a warning instead.
     """
+    if is_loop_running():
+        raise BadRequestError(
+            f"{call} runs an event loop of its own, but one runs in this thread already, as in a notebook or in an "
+            f"async function. {remedy}"
+        )
+
+
+def is_loop_running() -> bool:
+    """Return True if an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return
-    raise BadRequestError(
-        f"{call} runs an event loop of its own, but one runs in this thread already, as in a notebook or in an async "
-        f"function. {remedy}"
-    )
+        return False
+    return True
