@@ -8,9 +8,13 @@
 
 The model has random weights, and a generated tokenizer of words, numbers and the punctuation of JSON fills its
 vocabulary. All requests are submitted at once. The schema is an array of objects that does not end within the output,
-so both kinds of requests have the same number of tokens. Free and constrained runs alternate; the figure is the median
-of their ratios. `first_grammar_seconds` is one request with a new schema: its check in a text worker that starts, the
-compilation, and one token.
+so both kinds of requests have the same number of tokens. Free and constrained runs alternate.
+
+`first_grammar_seconds` is one request with a new schema: its check in a text worker that starts, the compilation, and
+one token. `constrained_ratio` is the median of constrained to free tokens/s. Masks are computed on the CPU, and hosts of
+the same GPU differ: the `limit` of `constrained` (the median of its tokens/s) is the smaller of free tokens/s and
+`masks_tokens_per_s`. That is the rate at which the grammar library alone, in threads of its own, advances the matchers
+through the last run's outputs and computes all masks.
 """
 
 from __future__ import annotations
@@ -24,9 +28,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from llguidance import LLExecutor
+
 from benchmarks.options import engine_settings, make_parser, report, report_run
 from benchmarks.shapes import SHAPES
 from verl_server import Engine
+from verl_server.grammar.compiler import GrammarCompiler
+from verl_server.grammar.source import Grammar, translate
 from verl_server.models.tiny import CHAT_TEMPLATE, NUM_BYTE_TOKENS, byte_level_tokenizer, make_model_folder
 
 _SPACE = "Ġ"
@@ -87,24 +96,46 @@ def schema(number: int, bounded_strings: bool) -> str:
     return json.dumps({"type": "array", "items": person, "minItems": 100_000} | options)
 
 
-def run_once(engine: Engine, args: argparse.Namespace, constrained: bool) -> float:
-    """Return the output tokens per second of all requests at once."""
+def schemas(args: argparse.Namespace) -> list[str]:
+    """Return the schemas of the run. Request i has number i modulo their number."""
+    return [ANY_OBJECT if args.any_object else schema(i, args.bounded_strings) for i in range(args.schemas)]
+
+
+def masks_per_s(args: argparse.Namespace, folder: Path, outputs: list[list[int]]) -> float:
+    """Return the masks per second that the grammar library alone computes along `outputs`, without an engine."""
+    vocab = SHAPES[args.shape]["vocab_size"]
+    compiler = GrammarCompiler((folder / "tokenizer.json").read_bytes(), [], vocab)
+    first = [compiler.compile(translate(Grammar("json_schema", text), {})) for text in schemas(args)]
+    matchers = [first[i % len(first)].copy().inner for i in range(len(outputs))]
+    masks = np.empty((len(outputs), compiler.num_words), np.int32)
+    executor, rows = LLExecutor(), list(zip(matchers, range(len(outputs)), strict=True))
+    start = time.perf_counter()
+    for step in range(args.output):
+        executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
+        executor.consume_token_par([(matcher, ids[step]) for matcher, ids in zip(matchers, outputs, strict=True)])
+    seconds = time.perf_counter() - start
+    assert not any(matcher.is_error() for matcher in matchers)
+    return len(outputs) * args.output / seconds
+
+
+def run_once(engine: Engine, args: argparse.Namespace, constrained: bool) -> tuple[float, list[list[int]]]:
+    """Return the output tokens per second of all requests at once, and the outputs."""
     rng = random.Random(1)
     vocab = SHAPES[args.shape]["vocab_size"]
     prompts = [[rng.randrange(300, vocab) for _ in range(args.prompt)] for _ in range(args.requests)]
     params: list[Any] = [{"max_new_tokens": args.output, "ignore_eos": True} for _ in prompts]
     if constrained:
-        schemas = [ANY_OBJECT if args.any_object else schema(i, args.bounded_strings) for i in range(args.schemas)]
-        params = [own | {"json_schema": schemas[i % args.schemas]} for i, own in enumerate(params)]
+        params = [own | {"json_schema": schemas(args)[i % args.schemas]} for i, own in enumerate(params)]
     start = time.perf_counter()
     results = engine.generate(input_ids=prompts, sampling_params=params)
     seconds = time.perf_counter() - start
-    tokens = [len(result["output_ids"]) for result in results]
+    outputs = [result["output_ids"] for result in results]
+    tokens = [len(ids) for ids in outputs]
     complete = constrained and args.any_object  # an output may end with its object
     assert complete or set(tokens) == {args.output}, f"the outputs have {sorted(set(tokens))} tokens"
     begin = "{" if args.any_object else '[{"name_'
     assert not constrained or all(result["text"].startswith(begin) for result in results)
-    return sum(tokens) / seconds
+    return sum(tokens) / seconds, outputs
 
 
 def benchmark(args: argparse.Namespace, folder: Path) -> None:
@@ -118,15 +149,22 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
         first = {"max_new_tokens": 1, "json_schema": schema(10**6, args.bounded_strings)}
         engine.generate(input_ids=[300, 301], sampling_params=first)
         report("first_grammar_seconds", time.perf_counter() - start, "s")
-        ratios = []
+        pairs = []
         for run in range(args.runs + 1):
-            free, constrained = run_once(engine, args, False), run_once(engine, args, True)
+            (free, _), (constrained, outputs) = run_once(engine, args, False), run_once(engine, args, True)
             if run:  # the first pair warms up
-                ratios.append(constrained / free)
+                pairs.append((free, constrained))
                 report("free_tokens_per_s", free, "tokens/s", run=run)
                 report("constrained_tokens_per_s", constrained, "tokens/s", run=run)
-        spread = [round(min(ratios), 4), round(max(ratios), 4)]
-        report("constrained_ratio", statistics.median(ratios), "of free", spread=spread, goal=0.9)
+    ratios = [constrained / free for free, constrained in pairs]
+    spread = [round(min(ratios), 4), round(max(ratios), 4)]
+    report("constrained_ratio", statistics.median(ratios), "of free", spread=spread, goal=0.9)
+    if args.any_object:  # an output may end before the others
+        return
+    masks = masks_per_s(args, folder, outputs)
+    report("masks_tokens_per_s", masks, "tokens/s")
+    free, constrained = map(statistics.median, zip(*pairs, strict=True))
+    report("constrained", constrained, "tokens/s", limit=round(min(free, masks), 4))
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -46,11 +46,6 @@ def _of_limit(name: str, part: str, line: str = "output_tokens_per_s", **more: A
     return Figure(name, part, "tokens/s", _read(part, line), _read(part, line, "limit"), **more)
 
 
-def _ratio(name: str, part: str, line: str, unit: str) -> Figure:
-    """A figure that is a share already."""
-    return Figure(name, part, unit, _read(part, line), lambda lines: 1.0)
-
-
 def _push(name: str, part: str) -> Figure:
     return Figure(name, part, "ms", _read(part, "push", "median_ms"), _read(part, "push", "limit_ms"), is_time=True)
 
@@ -98,7 +93,7 @@ FIGURES: dict[int, list[Figure]] = {
         _of_limit("0.6B, repetition penalty", "offline_0.6b", "repetition_penalty"),
         _of_limit("0.6B, presence penalty", "offline_0.6b", "presence_penalty"),
         _of_limit("0.6B, 5 top log-probabilities", "offline_0.6b", "top_logprobs"),
-        _ratio("0.6B, JSON schema", "constrained_0.6b", "constrained_ratio", "of free"),
+        _of_limit("0.6B, JSON schema", "constrained_0.6b", "constrained"),
         _of_limit("8B offline", "offline_8b"),
         _of_limit("8B one sequence", "offline_8b", "single_sequence_tokens_per_s"),
         _push("8B push", "push_8b"),
