@@ -11,10 +11,10 @@ vocabulary. All requests are submitted at once. The schema is an array of object
 so both kinds of requests have the same number of tokens. Free and constrained runs alternate.
 
 `first_grammar_seconds` is one request with a new schema: its check in a text worker that starts, the compilation, and
-one token. `constrained_ratio` is the median of constrained to free tokens/s. Masks are computed on the CPU, and hosts of
-the same GPU differ: the `limit` of `constrained` (the median of its tokens/s) is the smaller of free tokens/s and
-`masks_tokens_per_s`. That is the rate at which the grammar library alone, in threads of its own, advances the matchers
-through the last run's outputs and computes all masks.
+one token. `constrained_ratio` is the median of constrained to free tokens/s. Masks are computed on the CPU, and hosts
+of the same GPU differ: the `limit` of `constrained` (the median of its tokens/s) is the smaller of free tokens/s and
+`masks_tokens_per_s`, the rate at which the grammar library alone, in threads of its own, advances the matchers through
+the last run's outputs and computes all masks.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def masks_per_s(args: argparse.Namespace, folder: Path, outputs: list[list[int]]
         executor.consume_token_par([(matcher, ids[step]) for matcher, ids in zip(matchers, outputs, strict=True)])
     seconds = time.perf_counter() - start
     assert not any(matcher.is_error() for matcher in matchers)
-    return len(outputs) * args.output / seconds
+    rate: float = len(outputs) * args.output / seconds
+    return rate
 
 
 def run_once(engine: Engine, args: argparse.Namespace, constrained: bool) -> tuple[float, list[list[int]]]:

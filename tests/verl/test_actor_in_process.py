@@ -98,6 +98,25 @@ def test_a_request_that_arrives_after_the_pause(tiny_model: Path) -> None:
     run(scenario())
 
 
+def test_a_request_whose_logprobs_the_actor_cannot_compute_warns_once(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with launched(tiny_model) as actor:
+            sampled = GREEDY | {"temperature": 1.0}
+            for more, warnings in (
+                ({}, 0),
+                ({"top_p": 0.9}, 0),
+                ({"presence_penalty": 1.0}, 1),
+                ({"min_tokens": 2}, 1),
+            ):
+                await actor.generate(PROMPT, sampled | more, "x")
+                assert caplog.text.count("are not those that verl's actor computes") == warnings
+
+    with caplog.at_level("WARNING", logger=server_actor.__name__):
+        run(scenario())
+
+
 def test_calls_of_a_dead_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every control call raises its last words at once, a request after a delay, so that the balancer avoids it."""
     monkeypatch.setattr(server_actor, "_DEATH_DELAY", 3600.0)

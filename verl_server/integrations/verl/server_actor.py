@@ -71,6 +71,7 @@ class ServerActor:
         """Number of requests that were sent, or are about to be sent, and have no answer yet."""
         self._has_weights = settings.get("load_format") != "dummy"
         self._numbers = itertools.count()
+        self._warned_of_edited = False
 
     # -- start and end --------------------------------------------------------------------------------------
 
@@ -165,7 +166,21 @@ class ServerActor:
             result = await server.async_generate(rid=f"{request_id}-{next(self._numbers)}", **request)
         finally:
             self._num_sent -= 1
-        return TokenOutput(**output_fields(result, request))
+        output = output_fields(result, request)
+        self._warn_of_edited(output["extra_fields"])
+        return TokenOutput(**output)
+
+    def _warn_of_edited(self, found: dict[str, Any]) -> None:
+        """Say once that verl trains on log-probabilities of a distribution that its actor does not compute."""
+        if self._warned_of_edited or found.get("policy_logprobs") not in ("given", "unknown"):
+            return
+        self._warned_of_edited = True
+        logger.warning(
+            "A request had penalties, a bias or a mask (forced tools, a grammar), so `log_probs` are not those that "
+            "verl's actor computes: ratios and corrections of the rollout are wrong for its tokens. The actor's values "
+            "are in the output's extra_fields (output_token_policy_logprobs); verl does not read them. Sample without "
+            "these settings to train with verl."
+        )
 
     async def _check_weights(self, server: HttpServerEngineAdapter) -> None:
         """Raise ServerUnavailableError unless an update has replaced the random weights of load_format=dummy."""
