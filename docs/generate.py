@@ -201,8 +201,11 @@ def setting_row(field: Field) -> tuple[str, ...]:
 def http_page(site: Site) -> None:
     page = site.page("http.md", "HTTP")
     page.add(
-        "Bodies are JSON objects. A field that is null has its default. An unknown field is ignored and counted in "
-        "`/metrics`; in `sampling_params` it is refused. Answers are JSON where nothing else is said."
+        "Bodies are JSON objects. A field that is null has its default. An unknown field that is a slip away from "
+        "a known one is answered 400 with that one, and so is every unknown field of `sampling_params`. Others are "
+        "accepted, counted by name in `/metrics`, and named in the header `X-Verl-Unknown-Fields` of the answer; "
+        "`--unknown-fields refuse` answers 400. Query parameters are treated alike. Answers are JSON where nothing else "
+        "is said."
     )
     headers = importlib.import_module("verl_server.server.routing_headers").__doc__ or ""
     page.add(
@@ -262,7 +265,7 @@ def fields_page(site: Site) -> None:
     page.add(
         "A known field of a body is implemented, refused, or without effect. A *refused* field is answered 400 with "
         "its name if it is set; null, false, 0 and empty values count as unset. A field *without effect* is accepted. "
-        "Other fields are ignored and counted in `/metrics`. [http](http.md) describes the implemented fields."
+        "Other fields: see [http](http.md), which describes the implemented fields."
     )
     for operation in mounted_operations():
         if operation.body is None and not operation.refused and not operation.without_effect:

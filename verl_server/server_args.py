@@ -295,6 +295,10 @@ class ServerArgs:
     """Folder to which `/start_profile` may write traces of torch's profiler. Unset: the route is refused."""
     max_request_bytes: int = 64 * 2**20
     """Most bytes in a request body. A larger request is answered 413."""
+    unknown_fields: Literal["accept", "refuse"] = "accept"
+    """A field of a request, or a query parameter, that the server does not know. accept: it is counted in /metrics and
+    named in the header X-Verl-Unknown-Fields of the answer; one that looks like a slip is answered 400. refuse: each is
+    answered 400."""
     session_store: str | None = None
     """Folder of the session store. A server that is started again with it continues its sessions. Unset: sessions are
     in memory only."""

@@ -218,8 +218,10 @@ def base_body(operation: Operation) -> dict[str, Any]:
     return {name: VALUES.get(name, sensible(kinds[name])) for name in required}
 
 
-def send(stack: Stack, operation: Operation, changes: dict[str, Any]) -> httpx.Response:
-    body = {name: value for name, value in (base_body(operation) | changes).items() if value is not None}
+def send(stack: Stack, operation: Operation, changes: dict[str, Any], *, keep_null: bool = False) -> httpx.Response:
+    body = base_body(operation) | changes
+    if not keep_null:
+        body = {name: value for name, value in body.items() if value is not None}
     return stack.request(operation.methods[-1], operation.path, json=body)
 
 
@@ -287,6 +289,38 @@ def test_refused_fields_are_named(path: str, fields_stack: Stack) -> None:
         if response.status_code != 400 or name not in response.text:
             wrong[name] = f"{response.status_code} {response.text}"
     assert not wrong, "\n".join(f"{name}: {answer}" for name, answer in wrong.items())
+
+
+@pytest.mark.parametrize("path", [path for path, operation in OPERATIONS.items() if operation.body])
+def test_a_misspelled_field_is_refused_with_the_field(path: str, fields_stack: Stack) -> None:
+    """A slip in any field of any operation changes nothing and names the field. So does a slip inside an object."""
+    operation = OPERATIONS[path]
+    known = [*operation.fields, *operation.refused, *operation.without_effect]
+    known += ["stream_options.include_usage"] if "stream_options" in operation.fields else []
+    known += ["sampling_params.temperature"] if operation.inside else []
+    elsewhere = {name for each in OPERATIONS.values() for name in (*each.fields, *each.refused, *each.without_effect)}
+    wrong = {}
+    for name in known:
+        outer, _, own = name.rpartition(".")
+        slip = own[:-3] + own[-2:]  # one letter is missing
+        if len(slip) < 4 or slip in elsewhere:
+            continue
+        changes = {outer: {**base_body(operation).get(outer, {}), slip: None}} if outer else {slip: None}
+        response = send(fields_stack, operation, changes, keep_null=True)
+        if response.status_code != 400 or f"`{outer + '.' if outer else ''}{slip}`" not in response.text:
+            wrong[name] = f"{response.status_code} {response.text}"
+        elif "Did you mean" not in response.text:
+            wrong[name] = response.text
+    assert not wrong, "\n".join(f"{name}: {answer}" for name, answer in wrong.items())
+
+
+@pytest.mark.parametrize("path", [path for path, operation in OPERATIONS.items() if operation.body])
+def test_an_unknown_field_is_accepted_and_named(path: str, fields_stack: Stack) -> None:
+    response = send(fields_stack, OPERATIONS[path], {"of_a_newer_client": 1})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-verl-unknown-fields"] == "of_a_newer_client"
+    line = f'field="of_a_newer_client",model_name="{Path(fields_stack.args.model_path).name}",route="{path}"'
+    assert f"verl_server:ignored_request_fields_total{{{line}}}" in fields_stack.get("/metrics").text
 
 
 def test_sampling_parameters(fields_stack: Stack) -> None:

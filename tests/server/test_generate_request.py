@@ -9,7 +9,7 @@ import pytest
 from verl_server import ServerArgs
 from verl_server.errors import BadRequestError
 from verl_server.models.tiny import byte_tokenizer
-from verl_server.server.generate_request import GenerateReqInput, Samples, read_prompts, unknown_fields
+from verl_server.server.generate_request import GenerateReqInput, Samples, read_prompts
 from verl_server.server.limits import Limits
 from verl_server.server.text_tools import ModelBounds, TextTools
 
@@ -118,10 +118,6 @@ def test_refusals_name_the_fault(body: dict[str, Any], says: str) -> None:
 
 def test_unset_values_of_unsupported_fields_pass() -> None:
     assert samples(text="a", image_data=[None], return_hidden_states=False, lora_path="", session_params=None)
-
-
-def test_unknown_keys_are_told_apart_from_hints() -> None:
-    assert unknown_fields({"text": "a", "routing_key": "k", "lora_path": None, "my_key": 1}) == ["my_key"]
 
 
 def test_a_namespace_is_made_of_both_parts() -> None:

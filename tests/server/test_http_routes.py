@@ -125,9 +125,10 @@ def test_unknown_top_level_keys_are_ignored_and_counted(stack: Stack) -> None:
     stack.post("/pause_generation", {"surprise": True})
     text = stack.get("/metrics").text
     label = f'model_name="{Path(stack.args.model_path).name}"'
-    assert f'verl_server:ignored_request_fields_total{{{label},route="/generate"}} 2.0' in text
+    for name in ("my_key", "other"):
+        assert f'verl_server:ignored_request_fields_total{{field="{name}",{label},route="/generate"}} 1.0' in text
     assert str(Path(stack.args.model_path).parent) not in text, "everybody may read the metrics, not the server's paths"
-    assert f'verl_server:ignored_request_fields_total{{{label},route="/pause_generation"}} 1.0' in text
+    assert f'verl_server:ignored_request_fields_total{{field="surprise",{label},route="/pause_generation"}} 1.0' in text
 
 
 def connect_and_leave(stack: Stack, path: str, body: bytes, more_body: bool = False) -> None:

@@ -44,6 +44,7 @@ from verl_server.server.sessions.access import SessionPathMiddleware
 from verl_server.server.sessions.service import SessionService
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server.unknown_fields import UnknownFieldsMiddleware
 from verl_server.server_args import ServerArgs
 from verl_server.web.resolver import Resolver
 
@@ -62,7 +63,9 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
     }
     app = ServerErrorMiddleware(ExceptionMiddleware(Dispatch(), handlers), handler=_on_crash)
     replaying = ReplayMiddleware(
-        RoutingHeadersMiddleware(app),
+        UnknownFieldsMiddleware(
+            RoutingHeadersMiddleware(app), mounted, manager.metrics, refuse=server_args.unknown_fields == "refuse"
+        ),
         grace=server_args.replay_grace,
         ttl=server_args.replay_ttl,
         most_bytes=server_args.replay_bytes,

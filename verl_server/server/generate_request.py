@@ -18,8 +18,8 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import PROMPT_HEADER
 from verl_server.sampling_params import SamplingParams
-from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
-from verl_server.server.json_body import parse_json
+from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
+from verl_server.server.json_body import names_of_unknown, parse_json
 from verl_server.server.limits import Limits
 from verl_server.server.session_hints import hint_id
 from verl_server.server.stop_regex import StopRegexes
@@ -106,7 +106,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
 
     @classmethod
     def parse(cls, body: Any) -> GenerateReqInput:
-        """Decode a JSON-like object. Raise BadRequestError. Unknown keys are ignored; `unknown_fields` lists them."""
+        """Decode a JSON-like object. Raise BadRequestError. `unknown_fields` lists the keys that are no fields."""
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
         given = {key: value for key, value in body.items() if value is not None}
@@ -330,8 +330,8 @@ class ReadRequest(msgspec.Struct, kw_only=True):
     prompts: list[Ids]
     is_single: bool
     """True if the request has one prompt, and not a list of prompts."""
-    unknown_fields: int = 0
-    """Number of unknown keys in the body."""
+    unknown_fields: list[str] = []
+    """Names of unknown fields of the body."""
 
 
 def read_generate(tools: TextTools, body: bytes) -> ReadRequest:
@@ -343,7 +343,7 @@ def read_generate(tools: TextTools, body: bytes) -> ReadRequest:
     read = read_prompts(tools, request)
     for pattern in patterns:
         StopRegexes([pattern])
-    read.unknown_fields = len(unknown_fields(raw))
+    read.unknown_fields = names_of_unknown(raw, request)
     return read
 
 
@@ -362,12 +362,6 @@ def read_prompts(tools: TextTools, request: GenerateReqInput) -> ReadRequest:
 
 
 GENERATE = Job("generate", read_generate, ReadRequest)
-
-
-def unknown_fields(body: dict[str, Any]) -> list[str]:
-    """Return the unknown keys of a `/generate` body. They are ignored as in SGLang, but the caller counts them."""
-    known = GenerateReqInput.__struct_fields__
-    return [k for k in body if k not in known and k not in UNSUPPORTED_FIELDS and k not in ACCEPTED_HINTS]
 
 
 def check_samples(samples: Samples, prompt_tokens: int, bounds: ModelBounds, has_tokenizer: bool) -> None:

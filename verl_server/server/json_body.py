@@ -1,12 +1,20 @@
-"""`parse_json` decodes the body of a request. The routes and the text workers call it."""
+"""`parse_json` decodes the body of a request, `names_of_unknown` lists its unknown fields. Routes and text workers call
+them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import orjson
 
 from verl_server.errors import BadRequestError
+
+MOST_NAMES = 32
+"""Most unknown fields of one request that are named."""
+LONGEST_NAME = 64
+"""Characters of such a name that are shown."""
 
 
 class MalformedBodyError(BadRequestError):
@@ -21,3 +29,27 @@ def parse_json(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise MalformedBodyError(f"The body is not valid JSON: {error}. (NaN and Infinity are not JSON.)") from None
+
+
+def names_of_unknown(body: Mapping[str, Any], read: msgspec.Struct) -> list[str]:
+    """Return the keys of `body` that the decoded struct `read` does not have, at most `MOST_NAMES`.
+
+    The operation may know them as refused or without effect: `unknown_fields` decides.
+
+    A key inside an object that was decoded as a struct too is named with its path (`stream_options.include_usage`).
+    Objects in lists, such as messages and tools, are not looked at: their formats grow without us.
+    """
+    names: list[str] = []
+    fields = dict(zip(read.__struct_encode_fields__, read.__struct_fields__, strict=True))
+    if read.__struct_config__.tag is not None:  # a message between processes, whose id is internal
+        fields.pop("id", None)
+    for key, value in body.items():
+        if len(names) >= MOST_NAMES:
+            break
+        if key in fields:
+            inner = getattr(read, fields[key])
+            if isinstance(value, dict) and isinstance(inner, msgspec.Struct):
+                names += [f"{key}.{name}" for name in names_of_unknown(value, inner)]
+        else:
+            names.append(key[: LONGEST_NAME + 1])
+    return names[:MOST_NAMES]

@@ -6,6 +6,7 @@ scheduler when `/metrics` is requested.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +47,11 @@ def gauges_text(load: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_MOST_IGNORED_NAMES = 100
+_COUNTED_NAME = re.compile(r"\??[A-Za-z0-9_.\-]{1,64}")
+"""Names of unknown fields that labels show: 64 characters or less, with `?` before query parameters."""
+
+
 class CountedSessions(Protocol):
     """What `Metrics` reads of the sessions. `SessionTable` implements it."""
 
@@ -78,7 +84,10 @@ class Metrics:
         self._prompt = counter("sglang:prompt_tokens", "Prompt tokens").labels(**self._labels)
         self._cached = counter("sglang:cached_tokens", "Prompt tokens from the prefix cache").labels(**self._labels)
         self._output = counter("sglang:generation_tokens", "Output tokens").labels(**self._labels)
-        self._ignored = counter("verl_server:ignored_request_fields", "Unknown body fields ignored", ("route",))
+        self._ignored = counter(
+            "verl_server:ignored_request_fields", "Unknown fields and query parameters ignored", ("route", "field")
+        )
+        self._ignored_names: set[str] = set()
         disconnects = counter("verl_server:client_disconnects", "Calls whose client disconnected before the answer")
         self._disconnects = disconnects.labels(**self._labels)
         created = counter("verl_server:sessions_created", "Sessions created")
@@ -130,10 +139,11 @@ class Metrics:
             if tokens > 1:
                 self._each.observe((state.finished - state.first_token) / (tokens - 1))
 
-    def fields_ignored(self, route: str, count: int) -> None:
-        """Count unknown keys in a body. The label is the route, because the caller may choose any number of keys."""
-        if count:
-            self._ignored.labels(**self._labels, route=route).inc(count)
+    def field_ignored(self, route: str, name: str) -> None:
+        """Count an unknown field. Callers may choose any number of names: those after the first hundred are "other"."""
+        if len(self._ignored_names) < _MOST_IGNORED_NAMES and _COUNTED_NAME.fullmatch(name):
+            self._ignored_names.add(name)
+        self._ignored.labels(**self._labels, route=route, field=name if name in self._ignored_names else "other").inc()
 
     def client_disconnected(self) -> None:
         """Count a call whose client disconnected before the answer. (A stream that began counts as aborted instead.)"""

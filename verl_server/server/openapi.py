@@ -152,8 +152,9 @@ def describe(operations: Iterable[Operation]) -> Schema:
         "info": {
             "title": "verl-server",
             "version": __version__,
-            "description": "The rollout server for agentic RL. A field that is null has its default. Unknown fields "
-            "are ignored and counted in /metrics; in `sampling_params` they are refused.",
+            "description": "The rollout server for agentic RL. A field that is null has its default. An unknown "
+            "field is answered 400 if it is like a known one, or in `sampling_params`. Others are counted in /metrics "
+            "and named in the header X-Verl-Unknown-Fields.",
         },
         "paths": paths,
         "components": {

@@ -3,12 +3,12 @@
 The API class of each dialect returns its operations. `app.create_app` serves them. `/openapi.json`, the access
 rules, the reference in
 docs/ and the test that sends every field read the same table. A known field of a body is in exactly one of three
-places: in the struct (implemented), in `refused`, or in `without_effect`. Other fields are ignored and counted.
+places: in the struct (implemented), in `refused`, or in `without_effect`. `unknown_fields` judges other fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +50,8 @@ class Operation:
     """Known field that is not implemented -> what to do instead. A request that sets the field is answered 400."""
     without_effect: Mapping[str, str] = field(default_factory=dict)
     """Known field that is accepted and changes nothing -> why nothing is lost."""
+    inside: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Field of the body whose object the handler decodes by itself -> all known fields of the object."""
     query: Mapping[str, str] = field(default_factory=dict)
     """Name of a query parameter -> its meaning."""
     answer: Any = None

@@ -54,8 +54,8 @@ from verl_server.errors import BadRequestError
 from verl_server.io_struct import PROMPT_HEADER
 from verl_server.numbers import whole_number
 from verl_server.packing import ITEM
-from verl_server.server.generate_request import GenerateReqInput, ReadRequest, unknown_fields
-from verl_server.server.json_body import MalformedBodyError, parse_json
+from verl_server.server.generate_request import GenerateReqInput, ReadRequest
+from verl_server.server.json_body import MalformedBodyError, names_of_unknown, parse_json
 from verl_server.server.slices import Slices
 from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_tools import Ids, TextTools
@@ -106,7 +106,7 @@ async def read_packed(tools: TextTools, ids: memoryview, body: bytes) -> ReadReq
         request=msgspec.structs.replace(request, prompt_lengths=None),
         prompts=prompts,
         is_single=lengths is None,
-        unknown_fields=len(unknown_fields(raw)),
+        unknown_fields=names_of_unknown(raw, request),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_server.errors import BadRequestError
+from verl_server.server.json_body import names_of_unknown
 
 R = TypeVar("R", bound="CountTokensRequest")
 
@@ -114,8 +115,8 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-def parse_body(body: Any, kind: type[R]) -> tuple[R, int]:
-    """Decode a body strictly. Return (request, number of unknown keys). Raise BadRequestError, which names a field."""
+def parse_body(body: Any, kind: type[R]) -> tuple[R, list[str]]:
+    """Decode a body strictly. Return (request, names of unknown fields). Raise BadRequestError, which names a field."""
     if not isinstance(body, dict):
         raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
     given = {key: value for key, value in body.items() if value is not None}
@@ -126,5 +127,4 @@ def parse_body(body: Any, kind: type[R]) -> tuple[R, int]:
         request = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error).replace("`$.", "`")) from None
-    known = {*MessagesRequest.__struct_fields__, *REFUSED, *WITHOUT_EFFECT}
-    return request, sum(1 for key in body if key not in known)
+    return request, names_of_unknown(body, request)

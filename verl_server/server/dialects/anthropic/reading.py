@@ -27,7 +27,7 @@ class ReadMessages(msgspec.Struct, kw_only=True):
     output: ChatOutput
     end_of_call: str | None
     """Stop string that ends the output after one call, if only one is permitted."""
-    unknown_fields: int
+    unknown_fields: list[str]
     unused_options: list[str]
     """Names of the template variables that the template does not use. They are no error."""
     next: NextTurn | None = None
@@ -39,6 +39,7 @@ class CountedTokens(msgspec.Struct, kw_only=True):
 
     count: int
     unused_options: list[str]
+    unknown_fields: list[str]
 
 
 def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
@@ -74,9 +75,9 @@ def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
 
 
 def count_tokens(tools: TextTools, body: bytes) -> CountedTokens:
-    request, _ = parse_body(parse_json(body), CountTokensRequest)
+    request, unknown = parse_body(parse_json(body), CountTokensRequest)
     prompt, _ = _prompt(tools, request)
-    return CountedTokens(count=prompt.length, unused_options=prompt.unused_options)
+    return CountedTokens(count=prompt.length, unused_options=prompt.unused_options, unknown_fields=unknown)
 
 
 MESSAGES = Job("messages", read_message_request, ReadMessages)

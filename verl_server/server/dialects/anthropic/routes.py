@@ -30,9 +30,10 @@ from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server.unknown_fields import Read, judge_unknown
 from verl_server.server_args import ServerArgs
 
-R = TypeVar("R")
+R = TypeVar("R", bound=Read)
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -74,7 +75,6 @@ class AnthropicApi:
         try:
             read = await self._read(request, MESSAGES)
             self._manager.text.warn_of_unused(read.unused_options)
-            self._manager.metrics.fields_ignored(request.url.path, read.unknown_fields)
             writer = MessageWriter(read, self._args.served_model_name or self._manager.controls.model_path)
             wanted = GenerateReqInput(
                 sampling_params=read.sampling_params,
@@ -118,7 +118,9 @@ class AnthropicApi:
         """Return the body of a request, parsed and tokenized."""
         body = await read_body(request, self._args.max_request_bytes)
         self._manager.check_serving()
-        return await self._turns.read(request, job, body)
+        read = await self._turns.read(request, job, body)
+        judge_unknown(request, read.unknown_fields)
+        return read
 
 
 async def _events(generation: Generation, writer: MessageWriter) -> AsyncIterator[bytes]:

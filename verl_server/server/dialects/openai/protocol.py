@@ -1,7 +1,7 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions`, and their conversion into `GenerateReqInput`.
 
 The bodies have OpenAI's fields and the additional fields of vLLM and SGLang. `fields` lists the known fields that are
-refused or without effect. Unknown fields are ignored, as OpenAI's clients expect, and the caller counts them.
+refused or without effect. `unknown_fields` judges others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from verl_server.errors import BadRequestError
 from verl_server.sampling_params import LogprobsMode
 from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint, schema_object
 from verl_server.server.generate_request import GenerateReqInput, SamplingLogprobsMode
+from verl_server.server.json_body import names_of_unknown
 
 CALL_AND_CONSTRAINT = (
     "tool_choice requires a tool call, which excludes response_format and other constraints of the output: leave one "
@@ -320,10 +321,8 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """Return the token ids of each choice as `sglext.output_ids`. Not with `stream`."""
 
 
-def parse_openai(
-    body: Any, kind: type[R], refused: Mapping[str, str], without_effect: Mapping[str, str]
-) -> tuple[R, int]:
-    """Decode a body strictly. Return (request, number of unknown keys in the body). Raise BadRequestError."""
+def parse_openai(body: Any, kind: type[R], refused: Mapping[str, str]) -> tuple[R, list[str]]:
+    """Decode a body strictly. Return (request, its `names_of_unknown`). Raise BadRequestError."""
     if not isinstance(body, dict):
         raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
     given = {key: value for key, value in body.items() if value is not None}
@@ -331,9 +330,7 @@ def parse_openai(
         if given[name] not in _UNSET:
             raise BadRequestError(f"Field `{name}` is not supported: {refused[name]}.")
     request = convert(given, kind)
-    known = kind.__struct_fields__
-    unknown = sum(1 for key in body if key not in known and key not in refused and key not in without_effect)
-    return request, unknown
+    return request, names_of_unknown(body, request)
 
 
 def convert(body: Any, kind: type[R]) -> R:

@@ -16,9 +16,7 @@ from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.dialects.openai.fields import (
     CHAT_REFUSED,
-    CHAT_WITHOUT_EFFECT,
     COMPLETION_REFUSED,
-    COMPLETION_WITHOUT_EFFECT,
 )
 from verl_server.server.dialects.openai.messages import effort_options, read_openai_prompt
 from verl_server.server.dialects.openai.protocol import (
@@ -41,7 +39,7 @@ class ReadCompletion(msgspec.Struct, kw_only=True):
     """The request with an empty `prompt`, and with its `max_tokens`."""
     prompts: list[Ids]
     is_single: bool
-    unknown_fields: int
+    unknown_fields: list[str]
     next: NextTurn | None = None
     """In a session, if the prompt's text follows a stored completion. Otherwise plan it by its ids."""
     prompt_text: tuple[int, bytes] | None = None
@@ -57,7 +55,7 @@ class ReadChat(msgspec.Struct, kw_only=True):
     """Always one prompt."""
     output: ChatOutput
     is_single: bool = True
-    unknown_fields: int
+    unknown_fields: list[str]
     unused_options: list[str]
     """Names in `chat_template_kwargs` that the template does not use. They are no error."""
     next: NextTurn | None = None
@@ -65,7 +63,7 @@ class ReadChat(msgspec.Struct, kw_only=True):
 
 
 def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:
-    request, unknown = parse_openai(parse_json(body), CompletionRequest, COMPLETION_REFUSED, COMPLETION_WITHOUT_EFFECT)
+    request, unknown = parse_openai(parse_json(body), CompletionRequest, COMPLETION_REFUSED)
     tools.decoder(True)  # raises without a tokenizer, which the text of the reply needs
     if request.max_tokens is None:
         request.max_tokens = _DEFAULT_COMPLETION_TOKENS
@@ -99,7 +97,7 @@ def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:
 
 
 def read_chat(tools: TextTools, body: bytes) -> ReadChat:
-    request, unknown = parse_openai(parse_json(body), ChatCompletionRequest, CHAT_REFUSED, CHAT_WITHOUT_EFFECT)
+    request, unknown = parse_openai(parse_json(body), ChatCompletionRequest, CHAT_REFUSED)
     tools.decoder(True)
     if request.max_completion_tokens is not None:
         request.max_tokens = request.max_completion_tokens

@@ -209,7 +209,7 @@ class ReadResponse(msgspec.Struct, kw_only=True):
     prompts: list[Ids]
     output: ChatOutput
     is_single: bool = True
-    unknown_fields: int
+    unknown_fields: list[str]
     unused_options: list[str]
     """Names in `chat_template_kwargs` that the template does not use. They are no error."""
     next: NextTurn | None = None
@@ -231,7 +231,7 @@ def previous_response(body: bytes) -> str | None:
 
 
 def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
-    request, unknown = parse_openai(parse_json(body), ResponsesRequest, RESPONSES_REFUSED, RESPONSES_WITHOUT_EFFECT)
+    request, unknown = parse_openai(parse_json(body), ResponsesRequest, RESPONSES_REFUSED)
     tools.decoder(True)
     request.check(tools.session is not None)
     chat = request.chat()

@@ -64,9 +64,10 @@ from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server.unknown_fields import Read, judge_unknown
 from verl_server.server_args import ServerArgs
 
-R = TypeVar("R")
+R = TypeVar("R", bound=Read)
 
 _Read = ReadCompletion | ReadChat | ReadResponse
 _STREAMED = (JSON, EVENTS)
@@ -236,12 +237,13 @@ class OpenAIApi:
         """Return the body of a request, parsed and tokenized. `previous` finds the response that it follows."""
         body = await read_body(request, self._args.max_request_bytes)
         self._manager.check_serving()
-        return await self._turns.read(request, job, body, previous)
+        read = await self._turns.read(request, job, body, previous)
+        judge_unknown(request, read.unknown_fields)
+        return read
 
     async def _submit(
         self, request: Request, wanted: GenerateReqInput, read: _Read, body: OpenAIRequest, shape: ReplyShape
     ) -> Generation:
-        self._manager.metrics.fields_ignored(request.url.path, read.unknown_fields)
         return await self._turns.submit(
             request,
             ReadRequest(request=wanted, prompts=read.prompts, is_single=read.is_single),

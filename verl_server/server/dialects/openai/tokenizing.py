@@ -29,6 +29,7 @@ class TextReply(msgspec.Struct, kw_only=True):
     """The encoded body of the reply."""
     unused_options: list[str] = []
     """See `ChatPrompt.unused_options`."""
+    unknown_fields: list[str]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -67,7 +68,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 def tokenize(tools: TextTools, body: bytes) -> TextReply:
-    request, _ = parse_openai(parse_json(body), TokenizeRequest, TOKENIZE_REFUSED, TOKENIZE_WITHOUT_EFFECT)
+    request, unknown = parse_openai(parse_json(body), TokenizeRequest, TOKENIZE_REFUSED)
     if (request.prompt is None) == (request.messages is None):
         raise BadRequestError("Give exactly one of `prompt` and `messages`.")
     unused: list[str] = []
@@ -83,11 +84,11 @@ def tokenize(tools: TextTools, body: bytes) -> TextReply:
         tokens = tools.encode(request.prompt or [], request.add_special_tokens)
         count = [len(ids) for ids in tokens]
     reply = {"tokens": tokens, "count": count, "max_model_len": tools.bounds.context_length}
-    return TextReply(json=memoryview(orjson.dumps(reply)), unused_options=unused)
+    return TextReply(json=memoryview(orjson.dumps(reply)), unused_options=unused, unknown_fields=unknown)
 
 
 def detokenize(tools: TextTools, body: bytes) -> TextReply:
-    request, _ = parse_openai(parse_json(body), DetokenizeRequest, {}, DETOKENIZE_WITHOUT_EFFECT)
+    request, unknown = parse_openai(parse_json(body), DetokenizeRequest, {})
     decode = tools.decoder(request.skip_special_tokens)
     nested = bool(request.tokens) and isinstance(request.tokens[0], list)
     if any(isinstance(part, list) != nested for part in request.tokens):
@@ -98,7 +99,7 @@ def detokenize(tools: TextTools, body: bytes) -> TextReply:
         tools.bounds.check_ids("tokens", ids)
     texts = [decode(ids) for ids in batch]
     text = texts if nested else texts[0]
-    return TextReply(json=memoryview(orjson.dumps({"text": text, "prompt": text})))
+    return TextReply(json=memoryview(orjson.dumps({"text": text, "prompt": text})), unknown_fields=unknown)
 
 
 TOKENIZE = Job("tokenize", tokenize, TextReply)

@@ -23,6 +23,7 @@ from verl_server.io_struct import (
     PauseGenerationReq,
 )
 from verl_server.server.auth import AccessRules
+from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
 from verl_server.server.responses import (
     bad_request,
@@ -33,6 +34,7 @@ from verl_server.server.responses import (
     unless_disconnected,
 )
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
@@ -225,13 +227,13 @@ class ControlApi:
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
         known = kind.__struct_fields__
-        if ignored := [key for key in body if (key not in known and key not in _BASE_FIELDS) or key == "id"]:
-            self._manager.metrics.fields_ignored(request.scope["path"], len(ignored))
         try:
             given = {key: value for key, value in body.items() if value is not None and key in known and key != "id"}
-            return msgspec.convert(given, kind, strict=False)
+            read = msgspec.convert(given, kind, strict=False)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.scope['path']}: {error}".replace("`$.", "`")) from None
+        judge_unknown(request, names_of_unknown(body, read))
+        return read
 
 
 def _operation(

@@ -6,6 +6,7 @@ Each refusal names the field or the route to use instead, because a missing rout
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,9 +15,11 @@ from starlette.responses import PlainTextResponse, Response
 
 from verl_server.errors import BadRequestError, error_for_status
 from verl_server.io_struct import ControlReq, StartProfileReq, StopProfileReq
+from verl_server.server.json_body import MOST_NAMES
 from verl_server.server.operation import BOTH, TEXT, Operation
 from verl_server.server.responses import json_response, message_error, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 
 _NO_CHANGE = "no setting can be changed while the server runs: restart it"
@@ -27,6 +30,7 @@ _PROFILE_REFUSED = {
     "merge_profiles": "rank 0 is recorded",
     "detailed_annotations": "use record_shapes",
 }
+_PROFILE_IGNORED = {"profile_id": "the name of the file has the time"}
 _LOGGING_REFUSED = {
     "log_requests": "requests are not logged",
     "log_requests_level": "requests are not logged",
@@ -67,7 +71,6 @@ class OpsApi:
         self._manager, self._args = manager, server_args
 
     def operations(self) -> list[Operation]:
-        profile_id = {"profile_id": "the name of the file has the time"}
         return [
             Operation(
                 StartProfileReq.route,
@@ -76,7 +79,7 @@ class OpsApi:
                 access="control",
                 body=StartProfileReq,
                 refused=_PROFILE_REFUSED,
-                without_effect=profile_id,
+                without_effect=_PROFILE_IGNORED,
                 media_types=(TEXT,),
             ),
             Operation(StopProfileReq.route, self.stop_profile, BOTH, access="control", media_types=(TEXT,)),
@@ -102,7 +105,7 @@ class OpsApi:
 
     async def start_profile(self, request: Request) -> Response:
         """Return a line of text. The trace is in `profile_folder` after `/stop_profile`, or after `num_steps`."""
-        body = await self._body(request, _PROFILE_REFUSED)
+        body = await self._body(request, StartProfileReq.__struct_fields__, _PROFILE_REFUSED)
         given = {name: body[name] for name in StartProfileReq.__struct_fields__ if body.get(name) is not None}
         given.pop("id", None)
         try:
@@ -130,7 +133,7 @@ class OpsApi:
 
     async def set_internal_state(self, request: Request) -> Response:
         """Return [true] for no settings; 400 that names the settings otherwise."""
-        given = (await self._body(request, {})).get("server_args")
+        given = (await self._body(request, SetInternalStateReq.__struct_fields__, {})).get("server_args")
         if not isinstance(given, dict):
             raise BadRequestError("server_args must be an object of settings.")
         if given:
@@ -139,7 +142,7 @@ class OpsApi:
 
     async def configure_logging(self, request: Request) -> Response:
         """Return 200 with an empty body; 400 for a field that is set, because requests are not logged."""
-        await self._body(request, _LOGGING_REFUSED)
+        await self._body(request, (), _LOGGING_REFUSED)
         return Response()
 
     async def refuse(self, request: Request) -> Response:
@@ -147,8 +150,8 @@ class OpsApi:
         path = request.url.path.rstrip("/")
         raise BadRequestError(f"{path} is not supported: {_REFUSALS[path]}")
 
-    async def _body(self, request: Request, refused: dict[str, str]) -> dict[str, Any]:
-        """Return the body. Raise BadRequestError if a field of `refused` is set."""
+    async def _body(self, request: Request, fields: Iterable[str], refused: dict[str, str]) -> dict[str, Any]:
+        """Return the body, which may have `fields`. Raise BadRequestError if a field of `refused` is set."""
         body = await read_json(request, self._args.max_request_bytes)
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
@@ -156,4 +159,5 @@ class OpsApi:
         for name, remedy in refused.items():
             if body.get(name) not in (None, False, 0, "", [], {}):
                 raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
+        judge_unknown(request, [name for name in body if name not in fields][:MOST_NAMES])
         return body

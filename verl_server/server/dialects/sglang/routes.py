@@ -40,6 +40,7 @@ from verl_server.server.responses import (
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class NativeApi:
                 read = await self._manager.text.read_packed(*split_prompt(packed, body))
             else:
                 read = await run_job(request, self._manager.text, GENERATE, body)
-            self._manager.metrics.fields_ignored("/generate", read.unknown_fields)
+            judge_unknown(request, read.unknown_fields)
             write = result_writer(request, read.request.stream)
             generation = await self._turns.submit(request, read, None, ReplyShape("generate"), write)
         except MalformedBodyError as error:

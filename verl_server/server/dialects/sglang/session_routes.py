@@ -10,10 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError, VerlServerError
+from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import BOTH, Operation
 from verl_server.server.responses import json_response, message_error, read_json
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.unknown_fields import judge_unknown
 from verl_server.session_types import CreateSession, SessionLimits
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -94,9 +96,10 @@ class SglangSessionApi:
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         given = await read_json(request, self._limit)
-        if isinstance(given, dict):
-            given = {name: value for name, value in given.items() if value is not None}
         try:
-            return msgspec.convert(given, kind, strict=False)
+            set_fields = {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+            read = msgspec.convert(set_fields, kind, strict=False)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+        judge_unknown(request, names_of_unknown(given, read))
+        return read

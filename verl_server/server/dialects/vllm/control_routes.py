@@ -1,7 +1,7 @@
 """vLLM's routes that change the server: pause, weight transfer, sleep, prefix cache, and `/collective_rpc`.
 
 The routes of prime-rl's servers are here too, because they share paths with vLLM's. Each call becomes control requests
-of `io_struct`. Bodies are decoded leniently, and unknown keys are ignored and counted.
+of `io_struct`. Bodies are decoded leniently.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from verl_server.server.dialects.vllm.errors import answers_errors
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.weight_transfer import CarryOut, InitBroadcasterReq, WeightTransfer
 from verl_server.server.dialects.vllm.worker_methods import METHODS, CollectiveRpcReq, Methods
+from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import POST, Handler, Operation
 from verl_server.server.responses import json_response, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.weight_requests import UpdateWeightsFromDiskReq, VersionLabel
 
@@ -309,11 +311,12 @@ class VllmControlApi:
                 raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
         known = kind.__struct_fields__
         given = {key: body[key] for key in known if body.get(key) is not None}
-        self._manager.metrics.fields_ignored(request.url.path, sum(key not in known for key in body))
         try:
-            return msgspec.convert(given, kind, strict=False)
+            read = msgspec.convert(given, kind, strict=False)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+        judge_unknown(request, names_of_unknown(body, read))
+        return read
 
 
 def pause_mode(given: str) -> PauseMode:

@@ -9,7 +9,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
-from verl_server.server.json_body import parse_json
+from verl_server.server.json_body import names_of_unknown, parse_json
 from verl_server.server.text_tools import Job, TextTools
 
 _NO_MULTIMODAL = "only token ids are served"
@@ -73,7 +73,7 @@ class ReadInference(msgspec.Struct, kw_only=True):
     """The request without `token_ids` and `sampling_params`."""
     sampling: VllmSamplingParams
     read: ReadRequest
-    unknown_fields: int
+    unknown_fields: list[str]
 
 
 def read_inference(tools: TextTools, body: bytes) -> ReadInference:
@@ -106,9 +106,8 @@ def read_inference(tools: TextTools, body: bytes) -> ReadInference:
     }
     read = read_prompts(tools, GenerateReqInput.parse(wanted | sampling.logprob_fields(tools.bounds.vocab_size)))
     request.token_ids, request.sampling_params = [], None
-    known = {*InferenceRequest.__struct_fields__, *REFUSED, *WITHOUT_EFFECT}
-    unknown += sum(key not in known for key in raw)
-    return ReadInference(request=request, sampling=sampling, read=read, unknown_fields=unknown)
+    names = [*names_of_unknown(raw, request), *(f"sampling_params.{n}" for n in unknown)]
+    return ReadInference(request=request, sampling=sampling, read=read, unknown_fields=names)
 
 
 INFERENCE = Job("inference", read_inference, ReadInference)

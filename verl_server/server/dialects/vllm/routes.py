@@ -15,7 +15,9 @@ from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.vllm.choices import InferenceChoices
 from verl_server.server.dialects.vllm.errors import ModelNotFoundError, answers_errors, error_content
 from verl_server.server.dialects.vllm.reading import INFERENCE, REFUSED, WITHOUT_EFFECT, InferenceRequest
+from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generation import Generation
+from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.responses import (
     SSE_DONE,
@@ -30,6 +32,7 @@ from verl_server.server.responses import (
 from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -61,6 +64,7 @@ class VllmApi:
                 POST,
                 in_session=True,
                 body=InferenceRequest,
+                inside={"sampling_params": VllmSamplingParams.known_fields()},
                 refused=REFUSED,
                 without_effect=WITHOUT_EFFECT,
                 media_types=(JSON, EVENTS),
@@ -87,7 +91,7 @@ class VllmApi:
         manager = self._manager
         manager.check_serving()
         read = await run_job(request, manager.text, INFERENCE, body)
-        manager.metrics.fields_ignored(request.url.path, read.unknown_fields)
+        judge_unknown(request, read.unknown_fields)
         self._check_model(read.request.model)
         request_id = request.headers.get(REQUEST_ID_HEADER) or read.request.request_id or uuid.uuid4().hex
         read.read.request.rid = request_id
@@ -123,9 +127,11 @@ class VllmApi:
         output. To abort all requests is a control call. A name that no request has is ignored."""
         body = await read_json(request, self._args.max_request_bytes)
         try:
-            wanted = msgspec.convert(body, AbortRequestsReq).request_ids
+            named = msgspec.convert(body, AbortRequestsReq)
         except msgspec.ValidationError as error:
             raise BadRequestError(str(error).replace("`$.", "`")) from None
+        judge_unknown(request, names_of_unknown(body, named))
+        wanted = named.request_ids
         if wanted is not None and len(wanted) > _MOST_ABORTED:
             raise BadRequestError(f"request_ids: {len(wanted):,} ids; one call may name {_MOST_ABORTED:,}.")
         self._manager.check_serving()

@@ -8,6 +8,7 @@ import msgspec
 import orjson
 
 from verl_server.errors import BadRequestError
+from verl_server.server.json_body import names_of_unknown
 
 _NO_INTERNALS = "this server returns tokens and log-probabilities only"
 
@@ -121,8 +122,13 @@ class VllmSamplingParams(msgspec.Struct, kw_only=True):
     """Tokens between two events of a stream."""
 
     @classmethod
-    def parse(cls, raw: Any) -> tuple[VllmSamplingParams, int]:
-        """Return (parameters, number of unknown keys). Raise BadRequestError."""
+    def known_fields(cls) -> list[str]:
+        """Return the names of all fields that the object may have."""
+        return [*cls.__struct_fields__, *SAMPLING_REFUSED, *SAMPLING_WITHOUT_EFFECT]
+
+    @classmethod
+    def parse(cls, raw: Any) -> tuple[VllmSamplingParams, list[str]]:
+        """Return (parameters, names of unknown fields). Raise BadRequestError."""
         if raw is None:
             raw = {}
         if not isinstance(raw, dict):
@@ -138,9 +144,7 @@ class VllmSamplingParams(msgspec.Struct, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) < -1:
                 raise BadRequestError(f"sampling_params.{name} must be null, -1 or at least 0.")
-        known = cls.__struct_fields__
-        unknown = [key for key in raw if key not in known and key not in SAMPLING_REFUSED]
-        return params, sum(key not in SAMPLING_WITHOUT_EFFECT for key in unknown)
+        return params, names_of_unknown(raw, params)
 
     def sglang_params(self) -> dict[str, Any]:
         """Return the settings under SGLang's names. Those that are off are left out."""

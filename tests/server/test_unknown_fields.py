@@ -1,0 +1,78 @@
+"""Unknown fields and query parameters. `test_fields` sends them to every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Stack
+from verl_server.server.json_body import MOST_NAMES
+
+HEADER = "x-verl-unknown-fields"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def stack(text_folder: Path) -> Iterator[Stack]:
+    stack = Stack(text_folder)
+    yield stack
+    stack.close()
+
+
+def generate(stack: Stack, path: str = "/generate", **more: Any) -> Any:
+    return stack.post(path, {"input_ids": [70], "sampling_params": {"max_new_tokens": 1}, **more})
+
+
+def test_a_stream_names_them_before_it_begins(stack: Stack) -> None:
+    response = generate(stack, stream=True, of_a_newer_client=1)
+    assert response.status_code == 200 and response.headers[HEADER] == "of_a_newer_client"
+    assert HEADER not in generate(stack).headers
+
+
+def test_a_field_of_another_operation_is_no_slip(stack: Stack) -> None:
+    """`max_tokens` is near nothing here, and `logprobs`, a field of chats, would be near `logprob`."""
+    assert generate(stack, logprobs=True, max_tokens=3).headers[HEADER] == "logprobs, max_tokens"
+
+
+def test_names_are_bounded_and_escaped(stack: Stack) -> None:
+    given = {f"x{i}_{'y' * 100}": i for i in range(3 * MOST_NAMES)}
+    header = generate(stack, **given).headers[HEADER]
+    assert header.count(",") == MOST_NAMES - 1 and len(header) < 100 * MOST_NAMES
+    assert generate(stack, **{"a\r\nb": 1, "\u00e9": 2}).headers[HEADER] == "a%0D%0Ab, %C3%A9"
+    metrics = stack.get("/metrics").text
+    assert metrics.count("verl_server:ignored_request_fields_total{") <= 110
+    assert 'field="other"' in metrics
+
+
+def test_query_parameters(stack: Stack) -> None:
+    refused = stack.post("/flush_cache?timout=1", {})
+    assert refused.status_code == 400 and "`timout`. Did you mean `timeout`?" in refused.text
+    assert stack.post("/flush_cache?api-version=1&timeout=1", {}).headers[HEADER] == "?api-version"
+
+
+def test_an_abort_of_one_request_does_not_become_an_abort_of_all(stack: Stack) -> None:
+    refused = stack.post("/abort_requests", {"request_id": ["a"]})
+    assert refused.status_code == 400 and "Did you mean `request_ids`?" in refused.text
+
+
+def test_in_the_words_of_the_dialect(stack: Stack) -> None:
+    openai = stack.post("/v1/chat/completions", CHAT | {"temprature": 0})
+    assert openai.status_code == 400
+    assert openai.json()["error"]["message"] == "Unknown field `temprature`. Did you mean `temperature`?"
+    anthropic = stack.post("/v1/messages", CHAT | {"temprature": 0})
+    assert anthropic.status_code == 400 and anthropic.json()["type"] == "error"
+
+
+def test_refuse(text_folder: Path) -> None:
+    stack = Stack(text_folder, unknown_fields="refuse")
+    try:
+        response = generate(stack, of_a_newer_client=1)
+        assert response.status_code == 400
+        assert "`of_a_newer_client`" in response.text and "unknown_fields=refuse" in response.text
+        assert stack.post("/flush_cache?api-version=1", {}).status_code == 400
+        assert generate(stack).status_code == 200
+    finally:
+        stack.close()
