@@ -202,10 +202,10 @@ def http_page(site: Site) -> None:
     page = site.page("http.md", "HTTP")
     page.add(
         "Bodies are JSON objects. A field that is null has its default. An unknown field that is a slip away from "
-        "a known one is answered 400 with that one, and so is every unknown field of `sampling_params`. Others are "
-        "accepted, counted by name in `/metrics`, and named in the header `X-Verl-Unknown-Fields` of the answer; "
-        "`--unknown-fields refuse` answers 400. Query parameters are treated alike. Answers are JSON where nothing else "
-        "is said."
+        "a known one is answered 400 with that one, and so is every unknown field of `sampling_params`. Others "
+        "are accepted, counted by name in `/metrics`, and named in the header `X-Verl-Unknown-Fields` of the "
+        "answer; `--unknown-fields refuse` answers 400. Query parameters are treated alike. Answers are JSON "
+        "where nothing else is said."
     )
     headers = importlib.import_module("verl_server.server.routing_headers").__doc__ or ""
     page.add(
