@@ -292,7 +292,8 @@ class ServerArgs:
     """Send only the new text, token ids and log-probabilities in each event of a stream of `/generate`, instead of
     everything so far."""
     profile_folder: str | None = None
-    """Folder to which `/start_profile` may write traces of torch's profiler. Unset: the route is refused."""
+    """Folder to which `/start_profile` may write traces of torch's profiler. It is created at the start. Unset: the
+    route is refused."""
     max_request_bytes: int = 64 * 2**20
     """Most bytes in a request body. A larger request is answered 413."""
     unknown_fields: Literal["accept", "refuse"] = "accept"
@@ -300,8 +301,8 @@ class ServerArgs:
     named in the header X-Verl-Unknown-Fields of the answer; one that looks like a slip is answered 400. refuse: each is
     answered 400."""
     session_store: str | None = None
-    """Folder of the session store. A server that is started again with it continues its sessions. Unset: sessions are
-    in memory only."""
+    """Folder of the session store, which is created at the start. A server that is started again with it continues its
+    sessions. Unset: sessions are in memory only."""
     session_fsync: Literal["interval", "turn", "never"] = "interval"
     """When the session store is synced: `turn` before each turn's reply ends, which survives a power loss; `interval`
     every second, which survives the end of every process; `never`."""

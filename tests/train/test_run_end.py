@@ -168,6 +168,18 @@ def test_an_error_before_the_first_step(reference: Reference, tmp_path: Path, ra
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
 
 
+def test_a_run_without_a_step_is_not_in_the_way(reference: Reference, tmp_path: Path) -> None:
+    """The first push failed. The corrected command has another seed, and begins a new run in the same folder."""
+    out, model = tmp_path / "run", reference.model(True)
+    assert play("first push", "all", 1, model, out) == [1]
+    assert play("none", 0, 1, model, out, "--resume", "--grpo.seed", "5") == [1]
+    assert "grpo.seed: was 0, is 5" in log_of(out).read_text()
+    assert play("none", 0, 1, model, out, "--grpo.seed", "5") == [0], log_of(out).read_text()[-6000:]
+    assert json.loads((out / "run.json").read_text())["grpo.seed"] == 5
+    assert play("none", 0, 1, model, out) == [1]
+    assert "already holds a run" in log_of(out).read_text()
+
+
 KEPT = {"torn": 1, "disk": 1, "SIGKILL in rollout": -signal.SIGKILL, "two signals": -signal.SIGTERM}
 """Faults after which the last checkpoint is the result, with the exit status of the rank that has it."""
 

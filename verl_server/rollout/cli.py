@@ -5,10 +5,12 @@ verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -18,7 +20,9 @@ from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts, environment_schema
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
-from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, summarize
+from verl_server.rollout.trajectory import Task, summarize
+from verl_server.rollout.trajectory_file import TrajectoryFile
+from verl_server.run_output import location, settings_of, without_host
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,12 @@ class RolloutArgs:
     max_concurrency: int | None = None
     """Most episodes at one time. None is no bound."""
     out: Path = Path("trajectories.jsonl")
-    """File to which each trajectory is appended when it ends, as one line."""
+    """File of this run: each trajectory is one line, written when it ends. Missing folders are created. The settings
+    are in FILE.run.json beside it. A file that has the trajectories of another run is refused."""
+    resume: bool = False
+    """Continue the run in `--out`. Episodes that the policy ended are not played again; those without a reward are, and
+    their lines are replaced. The settings must be equal, except those of servers, bounds of time and the number of
+    episodes."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer. None is the server's."""
     chat: bool = True
@@ -84,8 +93,40 @@ class RolloutArgs:
         )
 
 
+_TIME = "a bound of time ends an episode without a reward, and changes no other one"
+MAY_DIFFER = {
+    "server": "the same model may be served at another address, and `model` is compared",
+    "episodes": "more episodes have further seeds",
+    "max_concurrency": "it changes the pace only",
+    "generate_timeout": _TIME,
+    "restart_timeout": _TIME,
+    "trajectory_timeout": _TIME,
+    "straggler_timeout": _TIME,
+    "straggler_fraction": _TIME,
+    "env_timeouts.*": _TIME,
+}
+"""Settings that may differ when a run is resumed, and why (docs/runs.md). The host of `environment` may differ, too."""
+
+
+def run_settings(args: RolloutArgs) -> dict[str, Any]:
+    """The settings that a run stores."""
+    settings = settings_of("rollout", args, without=("out", "resume", "api_key"))
+    settings |= {"server": without_host(args.server), "environment": without_host(args.environment)}
+    settings["tokenizer"] = None if args.tokenizer is None else location(args.tokenizer)
+    return settings
+
+
 def rollout(args: RolloutArgs) -> int:
     """Play the episodes and print a summary. Returns the exit status: 1 if no episode has a reward."""
+    with contextlib.closing(TrajectoryFile(args.out, run_settings(args), MAY_DIFFER, resume=args.resume)) as file:
+        try:
+            return _rollout(args, file)
+        except KeyboardInterrupt:
+            print(f"Interrupted. The same command with --resume continues {args.out}.")
+            return 130
+
+
+def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
     api_key = args.api_key or os.environ.get("VERL_SERVER_API_KEY")
     engine = HttpServerEngineAdapter.attach(args.server, api_key=api_key)
     tokenizer = load_pretrained(
@@ -102,10 +143,8 @@ def rollout(args: RolloutArgs) -> int:
         action_schema=environment_schema(args.environment, args.env_timeouts.connect),
     )
     tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]
-
-    def keep(trajectory: Trajectory) -> None:
-        append_jsonl(args.out, [trajectory])
-
+    tasks = [task for task in tasks if task.seed not in file.finished]
+    file.begin(engine.server_args.model_path)
     with (
         engine,
         AgentLoop(
@@ -117,14 +156,16 @@ def rollout(args: RolloutArgs) -> int:
             max_concurrency=args.max_concurrency,
         ) as loop,
     ):
-        result = loop.run(tasks, keep)
-    stats = summarize(result.trajectories)
+        result = loop.run(tasks, file.add)
+    trajectories = file.trajectories() or result.trajectories
+    stats, played = summarize(trajectories), summarize(result.trajectories)
     reward = "none" if stats.mean_reward is None else f"{stats.mean_reward:.3f}"
     print(
         f"{stats.trajectories} episodes in {result.seconds:.1f} s, {stats.mean_turns:.1f} turns, "
-        f"{stats.sampled_tokens / result.seconds:.0f} tokens/s, mean reward {reward}, ends {stats.stop_reasons}"
+        f"{played.sampled_tokens / max(result.seconds, 1e-9):.0f} tokens/s, mean reward {reward}, "
+        f"ends {stats.stop_reasons}"
     )
-    for error in {t.error for t in result.trajectories if t.error}:
+    for error in {t.error for t in trajectories if t.error}:
         print(f"  {error}")
     return 0 if stats.mean_reward is not None else 1
 

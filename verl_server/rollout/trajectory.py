@@ -309,11 +309,13 @@ def read_jsonl(path: Path) -> list[Trajectory]:
 
     Raises BadRequestError, which names the line, for a line that is damaged.
     """
-    return [_whole(decode_json(line, Trajectory, where), where) for where, line in numbered_lines(path)]
+    return [read_trajectory(line, where) for where, line in numbered_lines(path)]
 
 
-def _whole(trajectory: Trajectory, where: str) -> Trajectory:
-    """Return the trajectory. Raise BadRequestError if its lists and spans do not belong to its tokens."""
+def read_trajectory(line: bytes, where: str) -> Trajectory:
+    """The trajectory of a line. Raises BadRequestError, which names `where`, if its lists and spans do not belong to
+    its tokens."""
+    trajectory = decode_json(line, Trajectory, where)
     count = len(trajectory.tokens)
     if count and not 0 <= min(trajectory.tokens) <= max(trajectory.tokens) < 2**31:
         raise BadRequestError(f"{where}: tokens has numbers that are no token ids. Remove the line.")

@@ -33,6 +33,7 @@ from verl_server.errors import ServerDiedError, ServerLaunchError
 from verl_server.ipc.child_process import ChildProcess, child_main, describe_exit
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.sockets import bind_socket
+from verl_server.server.output_folders import check_output_folders
 from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
@@ -64,6 +65,7 @@ class EngineProcesses:
         self.children: list[ChildProcess] = []
         self._model_text = ModelText(server_args)  # before any process is started, because it raises for a wrong path
         if server_args.node_rank == 0:
+            check_output_folders(server_args)
             logger.info("random_seed=%d seeds the requests without a sampling_seed.", server_args.random_seed)
         self._folder = tempfile.mkdtemp(prefix="verl-server-")  # private (mode 0700): for the ranks' rendezvous file
         try:

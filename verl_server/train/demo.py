@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from verl_server.durable import make_folder
 from verl_server.errors import BadRequestError
+from verl_server.json_files import read_json
 from verl_server.logprob_gap import GapAlarm
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
@@ -39,6 +39,7 @@ from verl_server.rollout.pace import PaceComparison, compare_pace
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.report import Report, write_report
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl
+from verl_server.run_output import Claim, claim_folder, recorded, settings_of, store_settings
 from verl_server.train.demo_display import DemoDisplay
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.metrics import StepMetrics
@@ -60,6 +61,7 @@ _SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+_RESULTS = ("metrics.jsonl", "trajectories.jsonl", "summary.json", "report.html")
 _HELD_OUT = 2**30
 """First evaluation seed. All training seeds are smaller."""
 
@@ -69,7 +71,8 @@ class DemoArgs:
     """Train a tiny policy from random weights on a game in which it must use the environment's answers."""
 
     out: Path = Path("runs/demo")
-    """Folder for the results. Results of an earlier demo in it are replaced."""
+    """Folder for the results. Missing folders above it are created. Results of an earlier demo in it are replaced when
+    the servers of this one are up. A folder with anything else that the demo would replace is refused."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Device of trainer and server."""
     engine: Literal["embedded", "vllm"] = "embedded"
@@ -119,13 +122,16 @@ class Demo:
         self.started = time.monotonic()
 
     def run(self) -> dict[str, Any]:
-        out = _clean_folder(self.args.out)
+        out = self.args.out
         # vLLM's attention on a CPU needs heads of 32 or more.
         head_dim = {"embedded": 16, "vllm": 32}[self.args.engine]
-        folder = make_policy_folder(out / "model", self.args.seed, head_dim)
         with contextlib.ExitStack() as stack:
+            stack.callback(_claimed_folder(self.args).release)
+            folder = make_policy_folder(out / "model", self.args.seed, head_dim)
             interrupt = stack.enter_context(_Interrupt())
             run, loop = self._start(stack, folder)
+            for name in _RESULTS:
+                (out / name).unlink(missing_ok=True)
             before = self._evaluate(loop, "before training")
             append_jsonl(out / "trajectories.jsonl", _labelled("before", before))
             for metrics, trajectories in self._train(run):
@@ -283,12 +289,25 @@ def _labelled(phase: str, trajectories: Sequence[Trajectory]) -> Iterator[dict[s
         yield {"phase": phase} | {name: getattr(trajectory, name) for name in trajectory.__struct_fields__}
 
 
-def _clean_folder(folder: Path) -> Path:
-    make_folder(folder)
-    for name in ("metrics.jsonl", "trajectories.jsonl", "summary.json", "report.html"):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / "model", ignore_errors=True)
-    return folder
+def _claimed_folder(args: DemoArgs) -> Claim:
+    """Check and lock the output folder, remove the model of an earlier demo, and store the settings.
+
+    Raises BadRequestError if the folder has files that no demo wrote, and that this one would replace.
+    """
+    claim = claim_folder(args.out)
+    try:
+        file = args.out / "run.json"
+        found = recorded(args.out, also=("model", "summary.json", "report.html"))
+        if found and not (file.exists() and read_json(file).get("command") == "demo"):
+            raise BadRequestError(
+                f"{args.out} has files that are of no demo ({', '.join(found)}). Name another folder with --out."
+            )
+        store_settings(file, settings_of("demo", args, without=("out",)))
+        shutil.rmtree(args.out / "model", ignore_errors=True)
+    except BaseException:
+        claim.release()
+        raise
+    return claim
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ process at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import secrets
@@ -86,6 +87,7 @@ from verl_server.train.ranks import (
 )
 from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
 from verl_server.train.run_folder import RunFolder
+from verl_server.train.run_settings import run_settings
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.train.stopping import StopRequest
 
@@ -420,8 +422,22 @@ def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         for name in ("verl_server.train", "verl_server.logprob_gap"):
             logging.getLogger(name).setLevel(logging.ERROR)
-    folder = RunFolder(args.out)
-    checkpoint = ranks.call("RunFolder", lambda _: str(folder.resume()) if args.resume else folder.start())
+    folder = RunFolder(args.out, functools.partial(run_settings, args))
+    with contextlib.closing(folder):
+        checkpoint = ranks.call("RunFolder", lambda _: folder.open(args.resume))
+        _train(args, stop, dtype, device, ranks, folder, checkpoint)
+
+
+def _train(
+    args: TrainArgs,
+    stop: StopRequest,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: RankGroup,
+    folder: RunFolder,
+    checkpoint: str | None,
+) -> None:
+    """Load, launch, and run the steps. `checkpoint`: folder of the checkpoint to continue from."""
     tokenizer = load_pretrained(AutoTokenizer, args.model_path, "model_path")
     agents, renderer = None, None
     if args.agent is not None:
@@ -453,6 +469,7 @@ def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
             progress = load_checkpoint(Path(checkpoint), policy, trainer.optimizer)
             run.next_step, run.version = progress.next_step, progress.version
             trainer.scaling.load_state_dict(progress.loss_scaling)
+        ranks.call("RunFolder.begin", lambda _: folder.begin())
 
         def save(reached: Progressing) -> None:
             _save_checkpoint(args, trainer, reached, final)

@@ -104,9 +104,11 @@ class TrainArgs:
     steps: int = 100
     """Steps of the whole run, including the steps before a --resume."""
     out: Path = Path("runs/grpo")
-    """Folder for metrics.jsonl, trajectories.jsonl, errors.jsonl, the checkpoint and the trained model."""
+    """Folder for metrics.jsonl, trajectories.jsonl, errors.jsonl, the checkpoint, the trained model and run.json with
+    the settings. Missing folders above it are created. A folder that has another run is refused."""
     resume: bool = False
-    """Continue the run in --out from its checkpoint."""
+    """Continue the run in --out from its checkpoint. The settings must be equal, except those of servers, devices,
+    bounds of time, memory and the number of steps (docs/runs.md has the list)."""
     save_every: int = 50
     """Steps between checkpoints. 0 saves at the end only. Only the newest checkpoint is kept."""
     max_skipped_steps: int = 5

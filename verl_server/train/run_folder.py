@@ -1,5 +1,6 @@
 """`RunFolder`: the folder of `--out`, with the files of one training run.
 
+    run.json             the settings of the run
     metrics.jsonl        one line for each step
     trajectories.jsonl   a few trajectories of each step
     errors.jsonl         one line for each episode that failed
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +27,10 @@ from verl_server.durable import discard, flush, make_folder, replace_file
 from verl_server.errors import BadRequestError
 from verl_server.json_files import decode_json, numbered_lines
 from verl_server.rollout.trajectory import Trajectory, append_jsonl
+from verl_server.run_output import Claim, check_settings, claim_folder, recorded, store_settings
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
 from verl_server.train.metrics import Failure, StepMetrics
+from verl_server.train.run_settings import MAY_DIFFER
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +39,48 @@ _KEPT_TRAJECTORIES = 4
 
 
 class RunFolder:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, settings: Callable[[], dict[str, Any]] | None = None) -> None:
+        """`settings` returns what run.json stores, and what is compared in a resumed run. None: nothing is."""
         self.path = path
+        self._settings = settings
+        self._run_file = path / "run.json"
+        self._is_resumed = False
+        self._claim: Claim | None = None
+
+    def open(self, resume: bool) -> str | None:
+        """Check and lock the folder before anything starts. Returns the checkpoint to continue from, or None.
+
+        Rank 0 calls it. Raises BadRequestError as `start` and `resume` do, and if another process trains there now.
+        """
+        self._claim = claim_folder(self.path)
+        try:
+            if resume:
+                return str(self.resume())
+            self.start()
+            return None
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> None:
+        """Store the settings of a new run. Rank 0 calls it when the server is up."""
+        if not self._is_resumed:
+            for folder in (self.path / "model", self.path / "checkpoint-0"):  # of a run that had no first step
+                shutil.rmtree(folder, ignore_errors=True)
+        if self._settings is not None and not (self._is_resumed and self._run_file.exists()):
+            store_settings(self._run_file, self._settings())
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self._claim is not None:
+            self._claim.release()
 
     def start(self) -> None:
         """Create the folder. Raises BadRequestError if it already contains a run."""
-        found = [name for name in (*_FILES, "model") if (self.path / name).exists()]
-        found += sorted(file.name for file in self.path.glob("untrained-rank*.jsonl"))
+        found = recorded(self.path, also=("model",))
+        if self._has_no_step(found):
+            found = []
         checkpoint = latest_checkpoint(self.path)
-        if checkpoint is not None:
-            found.append(checkpoint.name)
         if found:
             raise BadRequestError(
                 f"{self.path} already holds a run ({', '.join(found)}). "
@@ -54,18 +90,29 @@ class RunFolder:
         make_folder(self.path)
         flush(self.path.parent)
 
+    def _has_no_step(self, found: Sequence[str]) -> bool:
+        """True if an earlier run ended before its first step: it saved the initial weights, and trained nothing."""
+        return self._run_file.exists() and set(found) <= {"checkpoint-0", "model"}
+
     def resume(self) -> Path:
-        """The checkpoint to continue from. Raises BadRequestError if there is none, or if a file is damaged.
+        """The checkpoint to continue from. Raises BadRequestError if there is none, or if a file is damaged, or if the
+        run has other settings.
 
         Lines of later steps are removed from the jsonl files, because these steps run again.
         """
-        discard(self.path / "model")  # as an interrupted `save_policy` left it
         checkpoint = latest_checkpoint(self.path)
         if checkpoint is None:
             raise BadRequestError(
                 f"There is nothing to resume in {self.path}: it contains no finished checkpoint. Start a new run "
                 "without --resume, or name the folder of an earlier run with --out."
             )
+        if self._settings is not None:
+            if self._run_file.exists():
+                check_settings(self.path, self._run_file, self._settings(), MAY_DIFFER)
+            else:
+                logger.warning("%s is missing, so the settings of the run are not compared.", self._run_file)
+        self._is_resumed = True
+        discard(self.path / "model")  # as an interrupted `save_policy` left it
         step = check_checkpoint(checkpoint).next_step
         lines = {name: _lines_before(self.path / name, step) for name in _FILES}
         if lacking := sorted(set(range(step)) - {number for number, _ in lines["metrics.jsonl"]}):

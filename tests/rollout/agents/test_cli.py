@@ -79,6 +79,23 @@ def test_a_run_from_the_command_line(fake: FakeServer, folder: Path, capsys: pyt
     assert main([*command, "--resume"]) == 0
     assert "4 episodes in 4 attempts" in capsys.readouterr().out
 
+    (folder / "other").mkdir()
+    (folder / "other/my_agent.py").write_text(_AGENT)
+    for option, value, says in (
+        ("--agent", f"{folder}/other/my_agent.py:play", "agent_from: was"),
+        ("--reward", f"{folder}/other/my_agent.py:right", "reward_from: was"),
+        ("--temperature", "0.5", "sampling_params: was {'temperature': 1.0}, is {'temperature': 0.5}"),
+    ):
+        os.environ["VERL_SERVER_API_KEY"] = OWNER_KEY
+        changed = [value if before == option else word for before, word in zip(["", *command], command, strict=False)]
+        changed += [] if option in command else [option, value]
+        assert main([*changed, "--resume"]) == 1
+        assert says in capsys.readouterr().err
+    os.environ["VERL_SERVER_API_KEY"] = OWNER_KEY
+    other_spelling = [word.replace(f"{folder}/my_agent", "my_agent") for word in command]
+    assert main([*other_spelling, "--resume", "--limits.seconds", "99", "--retries", "0"]) == 0
+    capsys.readouterr()
+
     assert main(["trajectories", "ls", "runs"]) == 0
     assert main(["trajectories", "ls", "runs/x"]) == 0
     assert re.findall(r"\d-\d", capsys.readouterr().out) == ["0-0", "0-1", "1-0", "1-1"], "sorted, not as they ended"

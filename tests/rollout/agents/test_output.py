@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from tests.rollout.agents.common import FAST, Echo, player, run, says_number
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, FakeSession, fake_server
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.output import read_lines
-from verl_server.rollout.agents.run import arun_agents
-from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask, Server
+from verl_server.rollout.agents.run import MAY_DIFFER, arun_agents
+from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentSession, AgentTask, Server
 from verl_server.rollout.trajectory import StopReason, read_jsonl
 from verl_server.session_types import CreateSession
 
@@ -88,12 +90,81 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_run_that_was_refused_leaves_nothing_in_the_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server is not there, or generates for everybody. Then the same place takes a run with other settings."""
+    folder = tmp_path / "a/b"
+    for resume in (False, True):
+        with pytest.raises(BadRequestError, match="model_path"):
+            asyncio.run(arun_agents(player, [AgentTask()], out=folder, seed=3, resume=resume, **_OPTIONS))
+    assert "there is nothing to resume" in caplog.text
+    assert not any(folder.iterdir())
+    run(player, 1, out=folder, **_OPTIONS)
+    assert len(read_jsonl(folder / "trajectories.jsonl")) == 2
+
+
+def test_a_run_that_recorded_nothing_is_no_run(tmp_path: Path) -> None:
+    """Its files are there, but no attempt had ended. Output of a program counts as recorded."""
+    run(player, 0, out=tmp_path, **_OPTIONS)
+    first = json.loads((tmp_path / "run.json").read_text())
+    run(player, 0, out=tmp_path, **(_OPTIONS | {"seed": 1}))
+    assert json.loads((tmp_path / "run.json").read_text())["run"] != first["run"]
+    (tmp_path / "agents/0-0-0.log").write_text("x")
+    with pytest.raises(BadRequestError, match="has a run already"):
+        run(player, 1, out=tmp_path, **_OPTIONS)
+
+
+def test_the_place_is_checked_before_a_server_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    options: dict[str, Any] = {"servers": [Server("http://127.0.0.1:9", "key")], **_OPTIONS}
+    with pytest.raises(BadRequestError, match="cannot be a folder"):
+        asyncio.run(arun_agents(player, [AgentTask()], out=tmp_path / "file", **options))
+    (tmp_path / "metrics.jsonl").write_text("{}")  # of a training run
+    with pytest.raises(BadRequestError, match=r"files of a run .metrics\.jsonl., but no run\.json"):
+        asyncio.run(arun_agents(player, [AgentTask()], out=tmp_path, **options))
+
+
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
+    async def nested(session: AgentSession, task: AgentTask) -> None:
+        await arun_agents(
+            player, [AgentTask()], out=tmp_path, servers=[Server("http://127.0.0.1:9", "key")], **_OPTIONS
+        )
+
+    result = run(nested, 1, out=tmp_path, **(_OPTIONS | {"group_size": 1}))
+    assert "Another process writes a run" in str(result.episodes[0].error)
+
+
+def test_bounds_of_time_may_differ_and_other_limits_may_not(tmp_path: Path) -> None:
+    run(player, 1, out=tmp_path, **_OPTIONS)
+    slower = {name.removeprefix("limits."): 77 for name in MAY_DIFFER}
+    run(player, 1, out=tmp_path, resume=True, **(_OPTIONS | {"limits": replace(FAST, **slower)}))
+    others = {f.name for f in fields(AgentLimits)} - slower.keys()
+    for name in others:
+        limits = replace(FAST, **{name: 77})
+        with pytest.raises(BadRequestError, match=rf"\(limits\.{name}: was .*, is 77\)"):
+            run(player, 1, out=tmp_path, resume=True, **(_OPTIONS | {"limits": limits}))
+
+
+def test_agents_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """An object without a name has no address in run.json, so it is the same one in another process."""
+    run(player, 1, out=tmp_path, **_OPTIONS)
+
+    async def other(session: AgentSession, task: AgentTask) -> None: ...
+
+    other.__qualname__ = "player"
+    with pytest.raises(BadRequestError, match=r"agent: was 'tests\.rollout\.agents\.common:player', is"):
+        run(other, 1, out=tmp_path, resume=True, **_OPTIONS)
+    again = tmp_path / "again"
+    run(functools.partial(player), 1, out=again, **_OPTIONS)
+    assert "0x" not in (again / "run.json").read_text()
+    run(functools.partial(player), 1, out=again, resume=True, **_OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"resume": False}, "has a run already"),
-        ({"seed": 5}, "other settings .seed: 0 there, 5 now"),
-        ({"group_size": 4}, "group_size: 2 there, 4 now"),
+        ({"seed": 5}, "other settings .seed: was 0, is 5"),
+        ({"group_size": 4}, "group_size: was 2, is 4"),
     ],
 )
 def test_another_run_does_not_mix_with_it(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -117,7 +188,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     [
         ("run.json", b"", r"run\.json is not valid JSON"),
         ("run.json", b'{"run": "run-0', r"run\.json is not valid JSON"),
-        ("run.json", None, r"has episodes, but no run\.json"),
+        ("run.json", None, r"episodes\.jsonl.*, but no run\.json"),
         ("episodes.jsonl", None, r"episodes\.jsonl of this run is missing"),
         ("trajectories.jsonl", None, r"trajectories\.jsonl of this run is missing"),
     ],

@@ -28,6 +28,7 @@ from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.env_factory import load_function
 from verl_server.rollout.environments.named import command_words, environment_named, has_reward, is_named
+from verl_server.run_output import location, without_host
 from verl_server.web.key_files import read_key_file
 
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
@@ -47,7 +48,7 @@ class AgentRolloutArgs:
     """FILE.jsonl with one task a line (`seed`, `input`, `environment`; or any other JSON value, the task's `input`),
     reasoning-gym:NAME or textarena:NAME."""
     out: Path
-    """Folder of the run."""
+    """Folder of the run. Missing folders above it are created. A folder that has another run is refused."""
     groups: int | None = None
     """Number of tasks, from the first. Default: all lines of the file, or 16."""
     group_size: int = 1
@@ -72,7 +73,8 @@ class AgentRolloutArgs:
     model_path: str | None = None
     """Model of a server that is launched for this run, in place of `--server`."""
     resume: bool = False
-    """Continue the run in `--out`. Episodes that have ended are not played again."""
+    """Continue the run in `--out`. Episodes that have ended are not played again. The settings must be equal, except
+    those of servers, bounds of time, retries and concurrency."""
     retries: int = 2
     """Further attempts of an episode that ended without a reward."""
     max_concurrency: int | None = None
@@ -153,10 +155,22 @@ async def _played(
             allow_open_server=args.allow_open_server,
             pass_env=args.pass_env,
             progress=progress,
-            describe={"tasks_from": args.tasks, "environment": args.environment, "model_path": args.model_path},
+            describe=_described(args),
         )
     write_run_report(args.out)
     return run
+
+
+def _described(args: AgentRolloutArgs) -> dict[str, Any]:
+    """What run.json stores of the command, beside the settings of `run_agents`."""
+    environment = args.environment
+    return {
+        "agent_from": location(args.agent),
+        "tools_from": [location(tool) for tool in args.tool],
+        "reward_from": None if args.reward is None else location(args.reward),
+        "tasks_from": location(args.tasks),
+        "environment": None if environment is None else location(without_host(environment)),
+    }
 
 
 def load_agent(

@@ -17,7 +17,8 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from verl_server.errors import BadRequestError
 from verl_server.json_files import decode_json, numbered_lines, read_json
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
+from verl_server.run_output import check_settings, claim_folder, plain, recorded, store_settings
 from verl_server.session_types import Branch
 
 logger = logging.getLogger(__name__)
@@ -61,40 +63,76 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
 
 
 class RunFolder:
-    """Writes one run. `finished` has the final lines of the run that is resumed."""
+    """Writes one run. Call `begin` when the servers are up, and `close` at the end."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any], tasks: Sequence[AgentTask], resume: bool) -> None:
-        """Create or reopen the folder. `settings` are what must be equal in a resumed run, without keys.
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        tasks: Sequence[AgentTask],
+        resume: bool,
+        may_differ: Mapping[str, str],
+    ) -> None:
+        """Check and lock the folder. Nothing of an earlier run is changed before `begin`.
 
-        Raises BadRequestError if the folder has a run already and `resume` is False, or another run.
+        `settings`, without keys, are compared in a resumed run, except those of `may_differ`.
+        Raises BadRequestError if the folder cannot be written, has a run already and `resume` is False, or has another
+        run. A folder in which nothing was recorded has no run.
         """
         self.folder = folder
         self.logs = folder / "agents"
         self._run_file = folder / "run.json"
         self._trajectories = folder / "trajectories.jsonl"
         self._episodes = folder / "episodes.jsonl"
-        self.finished: dict[tuple[int, int], EpisodeLine] = {}
-        wanted = json.loads(msgspec.json.encode(settings | {"tasks": len(tasks), "tasks_digest": tasks_digest(tasks)}))
+        self._settings = plain(settings | {"tasks": len(tasks), "tasks_digest": tasks_digest(tasks)})
+        self._left: _Left | None = None
+        self.id = settings_id()
+        """Name of the run: the first part of its sessions' groups."""
+        self._claim = claim_folder(folder)
+        try:
+            found = recorded(folder)
+            if not found:
+                if resume:
+                    logger.warning("%s has no episodes: there is nothing to resume, and the run begins.", folder)
+                return
+            if not self._run_file.exists():
+                raise BadRequestError(
+                    f"{folder} has files of a run ({', '.join(found[:5])}), but no run.json. Restore it, or name "
+                    "another folder."
+                )
+            if not resume:
+                raise BadRequestError(
+                    f"{folder} has a run already. Continue it (resume=True, --resume), or name another folder."
+                )
+            self.id = str(read_json(self._run_file).get("run"))
+            check_settings(folder, self._run_file, {"run": self.id} | self._settings, may_differ)
+            self._left = self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def finished(self) -> dict[tuple[int, int], EpisodeLine]:
+        """The final lines of the run that is resumed, by task and member."""
+        lines = [] if self._left is None else self._left.lines
+        return {(entry.task, entry.member): entry for entry in lines if entry.final}
+
+    def begin(self) -> None:
+        """Begin to write: store the settings of a new run, or remove what an interruption left half-written."""
         make_folder(self.logs)
-        if not self._run_file.exists():
-            if any(file.exists() and file.stat().st_size for file in (self._trajectories, self._episodes)):
-                raise BadRequestError(f"{folder} has episodes, but no run.json. Restore it, or name another folder.")
-            self.id = settings_id()
+        if self._left is None:
             for file in (self._trajectories, self._episodes):  # from now on, a file that is not there was lost
                 write_file(file, b"")
-            _write(self._run_file, {"run": self.id} | wanted)
+            store_settings(self._run_file, {"run": self.id} | self._settings)
             return
-        if not resume:
-            raise BadRequestError(
-                f"{folder} has a run already. Continue it (resume=True, --resume), or name another folder."
-            )
-        found = read_json(self._run_file)
-        self.id = str(found.pop("run", None))
-        different = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
-        if different:
-            texts = [f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in different]
-            raise BadRequestError(f"{folder} is a run with other settings ({'; '.join(texts)}). Name another folder.")
-        self._recover()
+        _rewrite(self._episodes, self._left.lines)
+        kept = self._left.kept
+        trajectories = _whole_lines(self._trajectories, Trajectory)
+        _rewrite(self._trajectories, (t for t in trajectories if (t.task.group, t.member, t.attempt) in kept))
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._claim.release()
 
     def add(self, episode: AgentEpisode) -> list[Trajectory]:
         """Record an attempt that has ended. Returns its trajectories; only a final attempt's are written."""
@@ -118,8 +156,8 @@ class RunFolder:
         _write(self.folder / "summary.json", summary)
         return summary
 
-    def _recover(self) -> None:
-        """Remove what an interruption left half-written. An episode whose trajectories were lost is played again."""
+    def _read(self) -> _Left:
+        """What an earlier part of the run left. An episode whose trajectories were lost is played again."""
         for file in (self._episodes, self._trajectories):
             if not file.exists():
                 raise BadRequestError(f"{file} of this run is missing. Restore it, or name another folder.")
@@ -130,12 +168,16 @@ class RunFolder:
         lost = {key for key, branches in wanted.items() if found[key] != branches}
         if lost:
             logger.warning("%s lost trajectories of %d episodes. They are played again.", self._trajectories, len(lost))
-        lines = [e for e in lines if (e.task, e.member, e.attempt) not in lost]
-        _rewrite(self._episodes, lines)
-        self.finished = {(entry.task, entry.member): entry for entry in lines if entry.final}
-        kept = wanted.keys() - lost
-        trajectories = _whole_lines(self._trajectories, Trajectory)
-        _rewrite(self._trajectories, (t for t in trajectories if (t.task.group, t.member, t.attempt) in kept))
+        return _Left([e for e in lines if (e.task, e.member, e.attempt) not in lost], wanted.keys() - lost)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What remains of the earlier part of a run."""
+
+    lines: list[EpisodeLine]
+    kept: set[tuple[int, int, int]]
+    """(task, member, attempt) of the final lines."""
 
 
 def settings_id() -> str:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import re
 import secrets
 import tempfile
 import time
@@ -38,8 +39,22 @@ from verl_server.rollout.agents.types import (
 )
 from verl_server.rollout.running_loop import refuse_running_loop
 from verl_server.rollout.trajectory import StopReason, Trajectory
+from verl_server.run_output import location
 from verl_server.session_types import ForcedMode
 
+_TIME = "a bound of time ends an episode without a reward, and changes no other one"
+MAY_DIFFER = {
+    "limits.seconds": _TIME,
+    "limits.idle_seconds": _TIME,
+    "limits.environment_seconds": _TIME,
+    "limits.reward_seconds": _TIME,
+    "limits.restart_timeout": _TIME,
+    "limits.kill_grace": _TIME,
+    "limits.max_concurrent": "it changes the pace only",
+    "limits.log_bytes": "it changes the logs only",
+}
+"""Settings that may differ when a run is resumed, and why (docs/runs.md). `servers`, `retries`, `max_concurrency` and
+`pass_env` are not stored: they say where and how fast episodes run."""
 _RETRY_PAUSE = 0.05
 """Seconds before the second attempt; each further attempt waits twice as long."""
 
@@ -82,7 +97,8 @@ async def arun_agents(
     attempts of an episode without a reward. `sampling_params` hold for requests that set none of their own,
     `forced_sampling_params` for all; `forced_mode` is what happens to a request that sets one of these to another value
     (`session_types.ForcedMode`). `seed` and the places of task and member settle every session's seed.
-    `out` is a folder for the run's files; with `resume`, episodes that have ended there are not played again.
+    `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run continues:
+    its settings must be equal, except those of `MAY_DIFFER`, and episodes that have ended are not played again.
     `describe` is added to run.json and must be equal in a resumed run.
 
     Raises BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
@@ -99,20 +115,24 @@ async def arun_agents(
     if resume and out is None:
         raise BadRequestError("resume needs the folder `out` of the run.")
     settings = {
-        "agent": getattr(agent, "__qualname__", repr(agent)) if callable(agent) else list(agent),
-        "reward": reward if isinstance(reward, str) else getattr(reward, "__qualname__", "function"),
+        "command": "run_agents",
+        "agent": _name(agent) if callable(agent) else list(agent),
+        "reward": reward if isinstance(reward, str) else _name(reward),
+        "environment": None if environment is None else _name(environment),
         "group_size": group_size,
         "seed": seed,
         "sampling_params": dict(sampling_params or {}),
         "forced_sampling_params": dict(forced_sampling_params or {}),
-        "limits": msgspec.to_builtins(limits),
+        "forced_mode": forced_mode,
+        "model_path": None if model_path is None else location(model_path),
+        **{f"limits.{name}": value for name, value in msgspec.to_builtins(limits).items()},
     } | dict(describe or {})
-    if forced_mode != "override":
-        settings["forced_mode"] = forced_mode
-    folder = RunFolder(out, settings, tasks, resume) if out is not None else None
     start = time.monotonic()
     progress = progress or Progress()
     async with contextlib.AsyncExitStack() as stack:
+        folder = RunFolder(out, settings, tasks, resume, MAY_DIFFER) if out is not None else None
+        if folder is not None:
+            stack.callback(folder.close)
         pool = await stack.enter_async_context(_servers(servers, model_path))
         if not allow_open_server:
             await pool.check_closed()
@@ -135,6 +155,8 @@ async def arun_agents(
         )
         if not callable(agent):
             stack.enter_context(memory_hidden())
+        if folder is not None:
+            folder.begin()
         if resume:
             await _delete_leftovers(pool, player.run)
         stack.enter_context(_background(pool.watch()))
@@ -244,6 +266,12 @@ async def _servers(servers: Sequence[Server] | None, model_path: str | None) -> 
             yield pool
     finally:
         await asyncio.to_thread(engine.shutdown)
+
+
+def _name(function: Any) -> str:
+    """The name of a function in run.json, with its module; or the text of an object, without addresses."""
+    name = getattr(function, "__qualname__", None)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(function)) if name is None else f"{function.__module__}:{name}"
 
 
 async def _delete_leftovers(pool: ServerPool, run: str) -> None:

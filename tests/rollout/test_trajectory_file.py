@@ -1,0 +1,214 @@
+"""The file of `verl-server rollout`: one run in one file, whose settings are compared when it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.rollout.fakes import WordRenderer
+from verl_server.cli import main
+from verl_server.errors import BadRequestError
+from verl_server.rollout import cli
+from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.cli import MAY_DIFFER, RolloutArgs, run_settings
+from verl_server.rollout.trajectory import StopReason, Task, Trajectory, append_jsonl, read_jsonl
+from verl_server.rollout.trajectory_file import TrajectoryFile
+
+ARGS = RolloutArgs(server="http://one:1", environment="http://env:2")
+WHERE = ["rollout", "--server", "http://127.0.0.1:9", "--environment", "http://127.0.0.1:9"]  # nothing listens there
+
+
+def opened(file: Path, args: RolloutArgs = ARGS, resume: bool = False) -> TrajectoryFile:
+    return TrajectoryFile(file, run_settings(args), MAY_DIFFER, resume=resume)
+
+
+def ended(seed: int, reason: StopReason = StopReason.DONE) -> Trajectory:
+    trajectory = Trajectory(task=Task(seed=seed, group=seed))
+    trajectory.append_observation({}, [1])
+    trajectory.append_output([2], [-1.0], ["0"])
+    trajectory.turns[0].reward = 1.0
+    trajectory.finish(reason)
+    return trajectory
+
+
+def written(file: Path, *trajectories: Trajectory, args: RolloutArgs = ARGS) -> None:
+    output = opened(file, args)
+    output.begin("the model")
+    for trajectory in trajectories:
+        output.add(trajectory)
+    output.close()
+
+
+def seeds(file: Path) -> list[int]:
+    return [t.task.seed for t in read_jsonl(file)]
+
+
+def test_another_runs_file_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_early(*_: Any, **__: Any) -> None:
+        raise AssertionError("the server was called before the file was checked")
+
+    monkeypatch.setattr(cli.HttpServerEngineAdapter, "attach", too_early)
+    file = tmp_path / "x.jsonl"
+    append_jsonl(file, [ended(0)])  # as an earlier version wrote it
+    before = file.read_bytes()
+    assert main([*WHERE, "--out", str(file)]) == 1
+    assert "Continue that run with --resume, name another file with --out, or remove" in capsys.readouterr().err
+    assert main([*WHERE, "--out", str(file), "--resume"]) == 1
+    assert "x.jsonl.run.json with the settings of their run is missing" in capsys.readouterr().err
+    assert main([*WHERE, "--out", str(tmp_path)]) == 1
+    assert "is a folder. Name a file" in capsys.readouterr().err
+    assert main([*WHERE, "--out", str(file / "below")]) == 1
+    assert "cannot be a folder" in capsys.readouterr().err
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_refused_run_leaves_nothing_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No server answers. Afterwards the same place is free, and its folders are there."""
+    file = tmp_path / "a/b/x.jsonl"
+    assert main([*WHERE, "--out", str(file)]) == 1
+    assert capsys.readouterr().err
+    assert not any(file.parent.iterdir())
+    written(file, ended(0), args=dataclasses.replace(ARGS, max_turns=1))
+    assert seeds(file) == [0]
+
+
+def test_a_run_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    written(file, ended(0), ended(1, StopReason.ENV_ERROR), ended(2, StopReason.MAX_TURNS))
+    with file.open("ab") as torn:
+        torn.write(b'{"task": {"se')
+    longer = dataclasses.replace(ARGS, server="http://two:1", environment="http://other:9", episodes=99)
+    output = opened(file, longer, resume=True)
+    assert output.finished == {0, 2}
+    assert file.read_bytes().endswith(b'{"task": {"se'), "nothing is changed before the server answers"
+    output.begin("the model")
+    output.add(ended(1))
+    assert [t.task.seed for t in output.trajectories()] == seeds(file) == [0, 2, 1]
+    output.close()
+    stored = json.loads((tmp_path / "x.jsonl.run.json").read_text())
+    assert (stored["episodes"], stored["model"], stored["environment"]) == (64, "the model", "http://*")
+
+
+def changed(name: str, value: Any) -> Any:
+    """Another value of the type of an option."""
+    if name == "action_format":
+        return "json"
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else 5 if value is None else f"{value}-else"
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RolloutArgs)])
+def test_each_option_is_compared_or_may_differ(tmp_path: Path, name: str) -> None:
+    if name in ("out", "resume", "api_key", "env_timeouts"):
+        assert name not in run_settings(ARGS) and name not in MAY_DIFFER
+        return
+    file = tmp_path / "x.jsonl"
+    written(file, ended(0))
+    other = "http://env:2/another" if name == "environment" else changed(name, getattr(ARGS, name))
+    other = "http://else:3" if name == "server" else str(other) if name == "tokenizer" else other
+    args = dataclasses.replace(ARGS, **{name: other})
+    if name in MAY_DIFFER:
+        opened(file, args, resume=True).close()
+    else:
+        with pytest.raises(BadRequestError, match=rf"\({name}: was .*, is .*\)\. Repeat its settings"):
+            opened(file, args, resume=True)
+
+
+def test_what_may_differ_is_an_option() -> None:
+    names = run_settings(ARGS)
+    for pattern in MAY_DIFFER:
+        assert any(name == pattern or name.startswith(pattern.removesuffix("*")) for name in names), pattern
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    written(file, ended(0))
+    before = file.read_bytes()
+    output = opened(file, resume=True)
+    with pytest.raises(BadRequestError, match="model: was 'the model', is 'another'"):
+        output.begin("another")
+    output.close()
+    assert file.read_bytes() == before
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    written(file, ended(0))
+    file.write_bytes(b"{broken}\n" + file.read_bytes())
+    with pytest.raises(BadRequestError, match=r"A line is damaged: .*x\.jsonl:1"):
+        opened(file, resume=True)
+
+
+def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
+    output = opened(Path("/dev/null"))
+    output.begin("m")
+    output.add(ended(0))
+    assert output.trajectories() == []
+    output.close()
+    assert Path("/dev/null").exists() and not Path("/dev/null.run.json").exists()
+    with pytest.raises(BadRequestError, match="no regular file"):
+        opened(Path("/dev/null"), resume=True)
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "x.jsonl")
+    written(tmp_path / "link", ended(0))
+    output = opened(tmp_path / "link", resume=True)
+    output.begin("the model")
+    output.close()
+    assert (tmp_path / "link").is_symlink() and seeds(tmp_path / "x.jsonl") == [0]
+
+
+# -- the command, with an engine and an environment of this process ---------------------------------------------
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command line of a rollout whose episodes end at once; those with seed 1 fail until `fixed` is there."""
+
+    class Engine:
+        server_args = SimpleNamespace(model_path="m")
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Loop(Engine):
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def run(self, tasks: list[Task], on_finish: Any) -> Rollout:
+            played = []
+            for task in tasks:
+                is_broken = task.seed == 1 and not (tmp_path / "fixed").exists()
+                played.append(ended(task.seed, StopReason.ENV_ERROR if is_broken else StopReason.DONE))
+                on_finish(played[-1])
+            return Rollout(trajectories=played, seconds=1.0)
+
+    monkeypatch.setattr(cli.HttpServerEngineAdapter, "attach", lambda *_, **__: Engine())
+    monkeypatch.setattr(cli, "load_pretrained", lambda *_: None)
+    monkeypatch.setattr(cli, "environment_schema", lambda *_: None)
+    monkeypatch.setattr(cli, "ChatRenderer", lambda *_, **__: WordRenderer())
+    monkeypatch.setattr(cli, "AgentLoop", Loop)
+    return [*WHERE, "--out", str(tmp_path / "runs/x.jsonl"), "--episodes", "3"]
+
+
+def test_the_command_resumes(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 0
+    assert "3 episodes" in capsys.readouterr().out
+    assert main(command) == 1
+    assert main([*command, "--resume", "--temperature", "0.5"]) == 1
+    assert "temperature: was 1.0, is 0.5" in capsys.readouterr().err
+    (tmp_path / "fixed").touch()
+    assert main([*command, "--resume", "--episodes", "4"]) == 0
+    assert "4 episodes" in capsys.readouterr().out
+    assert seeds(tmp_path / "runs/x.jsonl") == [0, 2, 1, 3]
+    assert main([*command, "--resume", "--episodes", "4"]) == 0, "nothing is left to play"

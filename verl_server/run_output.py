@@ -1,0 +1,232 @@
+"""The output of a run: one rule for each command that writes files.
+
+1. The place is checked before a server, a model or an environment starts: `claim_folder` and `claim_file` create
+   missing parents, try to write, and lock the place, so that no second process writes a run there.
+2. What another run recorded is refused. A place in which nothing was recorded is free: a command that was refused does
+   not block the corrected one.
+3. The settings of a run are stored beside its output when it begins. A resumed run compares them (`check_settings`),
+   and is refused with a list if one differs. Each command names the settings that may differ, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_server.durable import make_folder, replace_file, write_file
+from verl_server.errors import BadRequestError
+from verl_server.json_files import read_json
+
+logger = logging.getLogger(__name__)
+
+_HOST = re.compile(r"(\w+://)[^/\s]+")
+_ABSENT = object()
+_COMMAND = "command"
+"""Key of the stored settings that an earlier version of this package did not write."""
+
+
+RECORDS = (
+    "metrics.jsonl",
+    "trajectories.jsonl",
+    "episodes.jsonl",
+    "errors.jsonl",
+    "untrained-rank*.jsonl",
+    "checkpoint-*",
+    "agents/*",
+)
+"""What the commands record in the folder of a run."""
+
+
+def recorded(folder: Path, also: Sequence[str] = ()) -> list[str]:
+    """Names of what a run of any command recorded in a folder; empty files do not count.
+
+    `also`: further names that the caller would write.
+    """
+    found = [path for pattern in (*RECORDS, *also) for path in sorted(folder.glob(pattern))]
+    return [str(path.relative_to(folder)) for path in found if path.is_dir() or path.stat().st_size]
+
+
+class Claim:
+    """The right to write at a place. It ends with `release`, at the latest with the process."""
+
+    def __init__(self, place: Path, descriptor: int) -> None:
+        """`descriptor`: the locked file or folder, which is closed by `release`."""
+        self.place = place
+        self._descriptor = descriptor
+
+    def replace(self, lines: Sequence[bytes]) -> None:
+        """Replace the content of a claimed file at once. The new file is locked, too."""
+        new = self.place.with_name(f".{self.place.name}.partial")
+        new.write_bytes(b"".join(lines))
+        descriptor = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        _lock(descriptor, self.place)
+        replace_file(new, self.place)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """End the right. A file to which nothing was written is removed."""
+        if self._descriptor < 0:
+            return
+        if self.place.is_file() and not self.place.stat().st_size:
+            self.place.unlink()
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def check_folder(folder: Path) -> None:
+    """Create a folder unless it exists, and write to it on trial.
+
+    Raises BadRequestError, which names the folder and the reason, if files cannot be written there.
+    """
+    make_folder(folder)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\n")
+            file.flush()
+    except OSError as error:
+        raise BadRequestError(f"The folder {folder} cannot be written: {error.strerror or error}.") from None
+
+
+def claim_folder(folder: Path) -> Claim:
+    """Create a folder unless it exists, write to it on trial, and lock it.
+
+    Raises BadRequestError if it cannot be written, or if another process writes a run there.
+    """
+    check_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _lock(descriptor, folder)
+    return Claim(folder, descriptor)
+
+
+def claim_file(file: Path) -> Claim:
+    """Create a file and the folders above it unless they exist, and lock it.
+
+    Raises BadRequestError if it cannot be written, or if another process writes a run there.
+    """
+    check_folder(file.parent)
+    while True:
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except IsADirectoryError:
+            raise BadRequestError(f"{file} is a folder. Name a file.") from None
+        except OSError as error:
+            raise BadRequestError(f"The file {file} cannot be written: {error.strerror or error}.") from None
+        _lock(descriptor, file)
+        if _is_same(descriptor, file):
+            return Claim(file, descriptor)
+        os.close(descriptor)  # another process removed its empty file meanwhile
+
+
+def _lock(descriptor: int, place: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise BadRequestError(
+            f"Another process writes a run to {place} now. Name another place, or wait for its end."
+        ) from None
+    except OSError as error:  # a file system without locks
+        logger.debug("%s cannot be locked: %s", place, error)
+
+
+def _is_same(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+# -- settings -------------------------------------------------------------------------------------------------
+
+
+def settings_of(command: str, options: object, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields of a dataclass as JSON values, nested ones as "outer.inner", with the name of the command.
+
+    `without`: names to leave out: the place itself, and keys, which are never stored.
+    """
+    return {_COMMAND: command} | {name: plain(v) for name, v in _flat(options).items() if name not in without}
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON reads it."""
+    return json.loads(msgspec.json.encode(value, enc_hook=str))
+
+
+def _flat(options: Any, prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        name, value = prefix + field.name, getattr(options, field.name)
+        values |= _flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return values
+
+
+def location(text: str) -> str:
+    """Return the absolute path of a file or folder that exists, of `FILE.py` in "FILE.py:NAME", else the text itself.
+
+    A hub id, a module and a command are such texts.
+    """
+    file, colon, name = text.rpartition(":") if re.search(r"\.py:\w+$", text) else (text, "", "")
+    try:
+        path = Path(file).expanduser().resolve()
+        return f"{path}{colon}{name}" if path.exists() else text
+    except (OSError, RuntimeError, ValueError):  # no path: a text with a NUL, or one that is too long
+        return text
+
+
+def without_host(url: str) -> str:
+    """Return a text with each "scheme://host:port" in it as "scheme://*": the host of a server may differ."""
+    return _HOST.sub(r"\1*", url)
+
+
+def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_differ: Mapping[str, str]) -> dict[str, Any]:
+    """Compare settings with those that the run at `place` stored in `file`, and return the stored ones.
+
+    `may_differ`: names, or "outer.*" for all in `outer`. Raises BadRequestError with a list of what else differs, or if
+    the file cannot be read.
+    """
+    found = read_json(file)
+    names = found.keys() | wanted.keys()
+    if _COMMAND not in found:
+        lacking = sorted(name for name in names if name not in found or name not in wanted)
+        logger.warning("%s is of an earlier version. These settings are not compared: %s.", file, ", ".join(lacking))
+        names -= set(lacking)
+    compared = [name for name in sorted(names) if not _is_allowed(name, may_differ)]
+    different = [
+        f"{name}: was {_shown(found, name)}, is {_shown(wanted, name)}"
+        for name in compared
+        if found.get(name, _ABSENT) != wanted.get(name, _ABSENT)
+    ]
+    if different:
+        raise BadRequestError(
+            f"{place} is a run with other settings ({'; '.join(different)}). Repeat its settings to continue it, or "
+            "begin another run with another --out."
+        )
+    return found
+
+
+def store_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a run, complete or not at all. Raises BadRequestError if the file cannot be written."""
+    try:
+        write_file(file, json.dumps(settings, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise BadRequestError(f"The file {file} cannot be written: {error.strerror or error}.") from None
+
+
+def _is_allowed(name: str, may_differ: Mapping[str, str]) -> bool:
+    outer = [name[:end] + ".*" for end, letter in enumerate(name) if letter == "."]
+    return name in may_differ or any(pattern in may_differ for pattern in outer)
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    return repr(settings[name]) if name in settings else "absent"

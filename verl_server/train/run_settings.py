@@ -1,0 +1,76 @@
+"""The settings of a training run in its run.json, and which of them may differ when the run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from verl_server.json_files import read_bytes
+from verl_server.rollout.environments.named import is_named
+from verl_server.run_output import location, settings_of, without_host
+from verl_server.server_args import ServerArgs
+from verl_server.train.options import TrainArgs
+
+_TIME = "a bound of time ends an episode or the run, and changes no other one"
+_MEMORY = "it changes memory and speed only"
+_END = "it says when the run saves or ends"
+_SERVER = "the weights are pushed to whichever server samples, and its dtype is checked by itself"
+_COMPARED_OF_SERVER = (
+    "tokenizer_path",
+    "skip_tokenizer_init",
+    "chat_template",
+    "allowed_chat_templates",
+    "tool_call_parser",
+    "reasoning_parser",
+    "context_length",
+    "max_session_turn_tokens",
+    "revision",
+)
+"""Settings of the launched server that change what a prompt or an episode is."""
+_KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")
+MAY_DIFFER = {
+    "steps": "a run may be longer; the learning rate falls over the new number of steps",
+    "save_every": _END,
+    "max_skipped_steps": _END,
+    "retry_pause": _END,
+    "rank_timeout": _END,
+    "save_timeout": _END,
+    "gap_alarm": _END,
+    "device": "the weights are fp32 on each device",
+    "compute_dtype": "another one is the remedy for values that are not finite",
+    "allow_dtype_mismatch": "it permits what is refused otherwise",
+    "gradient_checkpointing": _MEMORY,
+    "logprob_chunk": _MEMORY,
+    "max_concurrency": _MEMORY,
+    "grpo.micro_batch_tokens": _MEMORY,
+    "grpo.track_entropy": "it changes a report only",
+    "limits.generate_timeout": _TIME,
+    "limits.trajectory_timeout": _TIME,
+    "limits.restart_timeout": _TIME,
+    "limits.straggler_timeout": _TIME,
+    "limits.straggler_fraction": _TIME,
+    "limits.env.*": _TIME,
+    "server_url": "the server may be another one",
+} | {
+    f"server.{field.name}": _SERVER
+    for field in dataclasses.fields(ServerArgs)
+    if field.name not in (*_COMPARED_OF_SERVER, *_KEYS)
+}
+"""Settings that may differ, and why (docs/runs.md). The host of `env_url` and the number of ranks may differ, too."""
+
+
+def run_settings(args: TrainArgs) -> dict[str, Any]:
+    """The settings that a run stores: without keys, with the absolute paths of files and a digest of the tasks.
+
+    Raises BadRequestError if the file of the tasks cannot be read.
+    """
+    settings = settings_of("train.grpo", args, without=("out", "resume", *(f"server.{key}" for key in _KEYS)))
+    for name in ("model_path", "agent", "tasks", "reward", "server.tokenizer_path", "server.chat_template"):
+        settings[name] = None if settings[name] is None else location(settings[name])
+    for name in ("env_url", "server_url"):
+        settings[name] = None if settings[name] is None else without_host(settings[name])
+    is_file = args.tasks is not None and not is_named(args.tasks)
+    digest = hashlib.blake2b(read_bytes(Path(args.tasks or "")), digest_size=16).hexdigest() if is_file else None
+    return settings | {"tasks_digest": digest}
