@@ -43,6 +43,7 @@ class Player:
     """Plays for no time at all, unless `wait` is set."""
 
     environment_url = "http://nowhere"
+    is_agent = False
     wait: Callable[[], Any] | None = None
 
     def run(self, tasks: Sequence[Task], on_finish: Any = None) -> Rollout:
@@ -178,6 +179,14 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
                 fsync(descriptor)
 
             patch(os, "fsync", full)
+        case "unsampled":  # in every step
+
+            def bypasses(_: Player, tasks: Sequence[Task], on_finish: Any = None) -> Rollout:
+                played = [Trajectory(task=task, reward=3.0, stop_reason=StopReason.DONE) for task in tasks]
+                return Rollout(trajectories=played, seconds=0.1)
+
+            patch(Player, "run", bypasses)
+            patch(Player, "is_agent", True)
         case "record":
 
             def fails(folder: RunFolder, metrics: Any, *arguments: Any) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests import fork_server
+from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
-from verl_server.rollout.trajectory import read_jsonl
+from verl_server.rollout.trajectory import StopReason, Task, Trajectory, read_jsonl
 from verl_server.train.demo import DemoArgs, success_rate
 
 _DEMO = ("verl_server", "demo", "--latency", "0.002", "--episodes", "24")
@@ -98,6 +99,12 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_the_success_rate_is_of_episodes_that_the_policy_played() -> None:
+    unsampled = Trajectory(task=Task(seed=0), reward=1.0, stop_reason=StopReason.DONE)
+    assert success_rate([unsampled, make_trajectory(0, 0.0), make_trajectory(0, None)]) == 0.0
+    assert success_rate([make_trajectory(0, 1.0), make_trajectory(0, 0.0), unsampled]) == 0.5
 
 
 def test_settings_that_make_no_game_are_refused() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from tests.train.conftest import make_trajectory
 from verl_server.logprob_gap import LogprobGap
-from verl_server.rollout.trajectory import Event, StopReason, Trajectory
+from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
+from verl_server.train.grpo import group_advantages
 from verl_server.train.metrics import RolloutReport, describe_rollout, describe_step, merge_reports, report_rollout
 from verl_server.train.skipped_steps import NothingToTrainError, SkippedSteps
 
@@ -65,6 +66,32 @@ def test_nothing_to_train_on_is_explained() -> None:
         report([unjudged], 0).obstacle() == "no episode has both a reward and a token to train on (ends: {'done': 1})"
     )
     assert report(equal, 2).obstacle() is None
+
+
+def test_episodes_without_a_sampled_token_are_counted_and_in_no_mean() -> None:
+    """An empty one of an agent, and one whose first prompt did not fit. A branch with tokens makes an episode count."""
+    bypassed = Trajectory(task=Task(seed=0), reward=3.0, stop_reason=StopReason.DONE)
+    full = Trajectory(task=Task(seed=1))
+    full.finish(StopReason.CONTEXT_FULL)
+    assert full.reward == 0.0
+    first, second = make_trajectory(1, 1.0), make_trajectory(1, 1.0)
+    for number, branch in enumerate((first, second)):
+        branch.session, branch.member, branch.branch = "s", 0, number
+    first.loss_mask = [0] * len(first.loss_mask)
+    played = [bypassed, full, first, second, make_trajectory(2, 0.5), make_trajectory(3, None)]
+    merged = merge_reports([report(played[:2], 0), report(played[2:], 0, 1)])
+    assert (merged.episodes, merged.scored, merged.unsampled, merged.too_long) == (5, 2, 2, 1)
+    metrics = describe_rollout(merged, step=4, version="0", ranks=2, gap=None)
+    assert (metrics.reward, metrics.unsampled, metrics.failed, metrics.trainable) == (0.75, 2, 1, 2)
+    assert "unsampled 2 of 5" in describe_step(metrics)
+    assert "in 2 of 5 episodes the policy sampled no token. The first prompt does not fit" in str(metrics.skipped)
+    assert "The answers of the server are empty" in str(metrics.skipped)
+    samples = group_advantages([*played, make_trajectory(1, 0.0)], False)
+    assert not any(sample.trajectory in (bypassed, full) for sample in samples) and len(samples) == 2
+    everything = merge_reports([report([full], 0)])
+    assert str(everything.obstacle()).startswith("no episode has both a reward and a token to train on (ends: {'con")
+    only = report_rollout([bypassed], 0, 1.0, step=0, rank=0, env_url="e", server_url="s", by_agent=True)
+    assert "The agent did not sample in its session" in str(only.obstacle())
 
 
 def test_many_errors_are_counted_and_the_most_frequent_are_shown() -> None:

@@ -180,6 +180,16 @@ def test_a_run_without_a_step_is_not_in_the_way(reference: Reference, tmp_path: 
     assert "already holds a run" in log_of(out).read_text()
 
 
+def test_a_step_without_a_sampled_token_says_so(reference: Reference, tmp_path: Path) -> None:
+    out, model = tmp_path / "run", reference.model(True)
+    assert play("unsampled", "all", 1, model, out, "--max-skipped-steps", "2") == [3]
+    log = log_of(out).read_text()
+    assert "2 step(s) in a row had nothing to train on. Step 1: no episode has both a reward and a token" in log
+    assert "in 8 of 8 episodes the policy sampled no token. The agent did not sample in its session" in log
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(m["unsampled"], m["reward"], m["trainable"]) for m in metrics] == [(8, None, 0)] * 2
+
+
 KEPT = {"torn": 1, "disk": 1, "SIGKILL in rollout": -signal.SIGKILL, "two signals": -signal.SIGTERM}
 """Faults after which the last checkpoint is the result, with the exit status of the rank that has it."""
 

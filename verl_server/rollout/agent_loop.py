@@ -28,7 +28,8 @@ from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.restarts import HealedServer
 from verl_server.rollout.running_loop import is_loop_running, refuse_running_loop
 from verl_server.rollout.stragglers import StragglerWatch
-from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
+from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, is_unsampled
+from verl_server.rollout.unsampled import UnsampledNotice
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class AgentLoop:
         self._renderer = renderer
         self._sampling_params = sampling_params or {}
         self._max_concurrency = max_concurrency
+        self._notice = UnsampledNotice(agent=False)
         self._capacity = _sequence_capacity(self.engine.scheduler_info)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
@@ -82,6 +84,11 @@ class AgentLoop:
     def environment_url(self) -> str:
         """URL of the environment server; the name of the callable where environments are made by one."""
         return self._environment if isinstance(self._environment, str) else repr(self._environment)
+
+    @property
+    def is_agent(self) -> bool:
+        """False: the loop itself samples each turn."""
+        return False
 
     # -- each at its own pace -------------------------------------------------------------------------------
 
@@ -116,8 +123,7 @@ class AgentLoop:
                 with watch.playing(episode):
                     trajectory = await episode.play(server)
             server.close_session(episode.session_id)
-            if on_finish is not None:
-                on_finish(trajectory)
+            self._ended(trajectory, on_finish)
             return trajectory
 
         async with HealedServer(self.engine, self.limits.restart_timeout) as server:
@@ -151,8 +157,7 @@ class AgentLoop:
                     await _all(episode.close() for episode in episodes)
                 trajectories += [episode.trajectory for episode in episodes]
         for trajectory in trajectories:
-            if on_finish is not None:
-                on_finish(trajectory)
+            self._ended(trajectory, on_finish)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
 
     async def _play_lockstep(self, server: HealedServer, episodes: list[Episode], clock: Callable[[], float]) -> None:
@@ -186,6 +191,14 @@ class AgentLoop:
         else:
             environment = self._environment()
         return Episode(task, environment, self._renderer, self._sampling_params, self.limits, self._capacity, clock)
+
+    def _ended(self, trajectory: Trajectory, on_finish: OnFinish | None) -> None:
+        if is_unsampled([trajectory]):
+            task = trajectory.task
+            name = task.episode_id or f"with the seed {task.seed}"
+            self._notice.give(name, trajectory.stop_reason, trajectory.reward)
+        if on_finish is not None:
+            on_finish(trajectory)
 
     def _checked(self, rollout: Rollout) -> Rollout:
         """`rollout` itself. Raises if every trajectory failed to generate: then the server is at fault."""

@@ -117,7 +117,10 @@ def run_settings(args: RolloutArgs) -> dict[str, Any]:
 
 
 def rollout(args: RolloutArgs) -> int:
-    """Play the episodes and print a summary. Returns the exit status: 1 if no episode has a reward."""
+    """Play the episodes and print a summary.
+
+    Returns the exit status: 1 if no episode has both a reward and a sampled token.
+    """
     with contextlib.closing(TrajectoryFile(args.out, run_settings(args), MAY_DIFFER, resume=args.resume)) as file:
         try:
             return _rollout(args, file)
@@ -163,7 +166,7 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
     print(
         f"{stats.trajectories} episodes in {result.seconds:.1f} s, {stats.mean_turns:.1f} turns, "
         f"{played.sampled_tokens / max(result.seconds, 1e-9):.0f} tokens/s, mean reward {reward}, "
-        f"ends {stats.stop_reasons}"
+        f"{f'{stats.unsampled} without a sampled token, ' if stats.unsampled else ''}ends {stats.stop_reasons}"
     )
     for error in {t.error for t in trajectories if t.error}:
         print(f"  {error}")

@@ -20,7 +20,7 @@ from tyro.conf import Positional, subcommand
 from verl_server.errors import BadRequestError
 from verl_server.json_files import decode_json, read_bytes
 from verl_server.model_folder import load_pretrained
-from verl_server.rollout.trajectory import Trajectory, read_jsonl, summarize
+from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled, read_jsonl, summarize
 from verl_server.rollout.viewer import ColorBy, TokenText, render
 
 
@@ -61,6 +61,7 @@ class _Summary(msgspec.Struct):
 
     episodes: int | None = None
     scored: int | None = None
+    unsampled: int | None = None
     mean_reward: float | None = None
     tokens: int | None = None
     reasons: dict[str, int] = {}
@@ -90,12 +91,12 @@ def _ls_runs(folder: Path, console: Console) -> int:
     files = sorted(folder.glob("*/summary.json"))
     if not files:
         raise BadRequestError(f"{folder} has no run: neither trajectories.jsonl nor folders with a summary.json.")
-    table = Table("run", "episodes", "scored", "mean reward", "tokens", "ends")
+    table = Table("run", "episodes", "scored", "unsampled", "mean reward", "tokens", "ends")
     for file in files:
         found = decode_json(read_bytes(file), _Summary, str(file))
         mean = "-" if found.mean_reward is None else f"{found.mean_reward:.3f}"
         ends = ", ".join(f"{name} {count}" for name, count in found.reasons.items())
-        facts = ["-" if fact is None else str(fact) for fact in (found.episodes, found.scored)]
+        facts = ["-" if fact is None else str(fact) for fact in (found.episodes, found.scored, found.unsampled)]
         table.add_row(str(file.parent), *facts, mean, str(found.tokens), ends)
     console.print(table)
     return 0
@@ -117,18 +118,21 @@ def show(args: Show, console: Console) -> int:
 def stats(args: Stats, console: Console) -> int:
     """Print figures of a run."""
     trajectories = _read(args.path)
-    figures: dict[str, Any] = {k: getattr(summarize(trajectories), k) for k in ("trajectories", "trainable")}
+    summary = summarize(trajectories)
+    figures: dict[str, Any] = {k: getattr(summary, k) for k in ("trajectories", "trainable", "unsampled")}
     episodes = {(_name(t), t.attempt): t for t in trajectories}
-    rewards = [t.reward for t in episodes.values() if t.reward is not None]
+    ignored = {
+        (_name(branches[0]), branches[0].attempt) for branches in by_episode(trajectories) if is_unsampled(branches)
+    }
+    scored = [t for place, t in episodes.items() if t.reward is not None and place not in ignored]
     sampled = [lp for t in trajectories for lp, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask]
     groups: dict[int, set[float]] = {}
-    for t in episodes.values():
-        if t.reward is not None:
-            groups.setdefault(t.task.group, set()).add(t.reward)
+    for t in scored:
+        groups.setdefault(t.task.group, set()).add(t.reward or 0.0)
     branches = [t.branch for t in trajectories]
     figures |= {
         "episodes": len(episodes),
-        "mean reward": _mean(rewards),
+        "mean reward": _mean([t.reward or 0.0 for t in scored]),
         "groups whose rewards differ": f"{sum(len(g) > 1 for g in groups.values())} of {len(groups)}",
         "episodes with several branches": sum(b == 1 for b in branches),
         "sampled tokens": len(sampled),
@@ -136,7 +140,7 @@ def stats(args: Stats, console: Console) -> int:
         "mean turns": _mean([len(t.turns) for t in trajectories]),
         "longest trajectory": max((len(t.tokens) for t in trajectories), default=0),
         "weight versions": ", ".join(sorted({v for t in trajectories for v in t.weight_versions if v})) or "-",
-        "ends": ", ".join(f"{name} {count}" for name, count in summarize(trajectories).stop_reasons.items()),
+        "ends": ", ".join(f"{name} {count}" for name, count in summary.stop_reasons.items()),
     }
     table = Table(show_header=False)
     for name, value in figures.items():

@@ -260,6 +260,13 @@ def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     return list(episodes.values())
 
 
+def is_unsampled(branches: Sequence[Trajectory]) -> bool:
+    """True if the episode with these branches has a reward or a scored end, and no sampled token."""
+    first = branches[0]
+    is_scored = first.stop_reason is not None and first.stop_reason.is_scored
+    return (is_scored or first.reward is not None) and not any(any(branch.loss_mask) for branch in branches)
+
+
 class RolloutStats(msgspec.Struct, kw_only=True):
     """Figures of a set of trajectories."""
 
@@ -270,7 +277,7 @@ class RolloutStats(msgspec.Struct, kw_only=True):
     stop_reasons: dict[str, int]
     """Number of trajectories for each stop reason."""
     mean_reward: float | None
-    """Mean over the trajectories that have a reward."""
+    """Mean over the trajectories that have a reward, without those of unsampled episodes."""
     mean_turns: float
     """Mean number of turns."""
     sampled_tokens: int
@@ -279,11 +286,16 @@ class RolloutStats(msgspec.Struct, kw_only=True):
     """Sum over the trajectories, which run side by side: it exceeds the wall time."""
     env_seconds: float
     """Sum of the times in which trajectories waited for their environments."""
+    unsampled: int
+    """Number of episodes that end with a reward or at a limit, and in which the policy sampled no token."""
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> RolloutStats:
     """Count, average and sum over a set of trajectories, which may be empty."""
-    rewards = [t.reward for t in trajectories if t.reward is not None]
+    episodes = by_episode(trajectories)
+    unsampled = [branches for branches in episodes if is_unsampled(branches)]
+    ignored = {id(t) for branches in unsampled for t in branches}
+    rewards = [t.reward for t in trajectories if t.reward is not None and id(t) not in ignored]
     reasons = Counter(str(t.stop_reason) for t in trajectories)
     return RolloutStats(
         trajectories=len(trajectories),
@@ -294,6 +306,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> RolloutStats:
         sampled_tokens=sum(t.sampled_tokens for t in trajectories),
         generate_seconds=sum(t.seconds("generate") for t in trajectories),
         env_seconds=sum(t.seconds("env") for t in trajectories),
+        unsampled=len(unsampled),
     )
 
 

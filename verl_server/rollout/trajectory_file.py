@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_server.errors import BadRequestError
 from verl_server.json_files import numbered_lines
-from verl_server.rollout.trajectory import Trajectory, append_jsonl, read_jsonl, read_trajectory
+from verl_server.rollout.trajectory import Trajectory, append_jsonl, is_unsampled, read_jsonl, read_trajectory
 from verl_server.run_output import Claim, check_settings, claim_file, store_settings
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,10 @@ class TrajectoryFile:
         check_settings(self.file, self._run_file, settings, may_differ)
 
     def _read(self) -> None:
-        """Note which episodes are there. A last line that was cut off, and episodes without a reward, are dropped."""
+        """Note which episodes are there.
+
+        A last line that was cut off, and episodes that the policy did not end or had no part in, are dropped.
+        """
         for where, line in numbered_lines(self.file):
             if not line.endswith(b"\n"):
                 return
@@ -104,6 +107,7 @@ class TrajectoryFile:
                 trajectory = read_trajectory(line, where)
             except BadRequestError as error:
                 raise BadRequestError(f"A line is damaged: {error}") from None
-            if trajectory.stop_reason is not None and trajectory.stop_reason.is_scored:
+            reason = trajectory.stop_reason
+            if reason is not None and reason.is_scored and not is_unsampled([trajectory]):
                 self._kept.append(line)
                 self.finished.add(trajectory.task.seed)

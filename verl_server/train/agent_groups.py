@@ -28,6 +28,7 @@ from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.running_loop import refuse_running_loop
 from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.train.batches import check_usable
 from verl_server.train.options import TrainArgs
 
@@ -71,11 +72,17 @@ class AgentGroups:
         self._group_size = args.grpo.group_size
         self._name = args.env_url or args.tasks or ""
         self._server: Server | None = None
+        self._notice = UnsampledNotice(agent=True)
 
     @property
     def environment_url(self) -> str:
         """URL or name of the environment, in reports of failures."""
         return self._name
+
+    @property
+    def is_agent(self) -> bool:
+        """True: the agent may call another server than its session."""
+        return True
 
     def serve(self, server: Server) -> None:
         """Play on this server from now on."""
@@ -114,6 +121,7 @@ class AgentGroups:
                 forced_mode=self._forced_mode,
                 seed=tasks[0].sampling_seed or 0,
                 on_finish=keep,
+                notice=self._notice,
             )
         )
         places = {task.episode_id: place for place, task in enumerate(tasks)}

@@ -38,7 +38,7 @@ from verl_server.rollout.games import GuessNumber
 from verl_server.rollout.pace import PaceComparison, compare_pace
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.report import Report, write_report
-from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl
+from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled
 from verl_server.run_output import Claim, claim_folder, recorded, settings_of, store_settings
 from verl_server.train.demo_display import DemoDisplay
 from verl_server.train.grpo import GRPO, PolicyTrainer
@@ -232,6 +232,7 @@ class Demo:
             "max_logprob_gap": max(m.logprob_gap or 0.0 for m in self.history),
             "episodes_played": sum(m.trajectories for m in self.history),
             "episodes_failed": sum(m.trajectories - m.trainable for m in self.history),
+            "episodes_unsampled": sum(m.unsampled for m in self.history),
             "sampled_tokens": sum(m.sampled_tokens for m in self.history),
         }
 
@@ -279,8 +280,8 @@ def make_policy_folder(folder: Path, seed: int, head_dim: int = 16) -> Path:
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> float:
-    """Share of the episodes with a reward in which the number was found. Failed episodes have no reward."""
-    scored = [t for t in trajectories if t.reward is not None]
+    """Share of the episodes with a reward and a sampled token in which the number was found."""
+    scored = [t for t in trajectories if t.reward is not None and not is_unsampled([t])]
     return sum((t.reward or 0.0) > 0 for t in scored) / max(1, len(scored))
 
 

@@ -288,6 +288,11 @@ class Player(Protocol):
         """URL or name of the environment, for reports of failures."""
         ...
 
+    @property
+    def is_agent(self) -> bool:
+        """True if an agent of the user's plays, which may call another server than its session."""
+        ...
+
     def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
         """Play all tasks. A fault of one episode raises nothing: its trajectory has no reward."""
         ...
@@ -402,6 +407,7 @@ class GRPO:
                 rank=self._ranks.rank,
                 env_url=self.loop.environment_url,
                 server_url=str(self.engine.url),
+                by_agent=self.loop.is_agent,
             )
             return msgspec.msgpack.encode(report)
 

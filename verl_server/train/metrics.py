@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from verl_server.logprob_gap import LogprobGap
-from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode
+from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode, is_unsampled
+from verl_server.rollout.unsampled import is_too_long, remedy
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -39,9 +40,15 @@ class RolloutReport(msgspec.Struct, kw_only=True):
 
     episodes: int = 0
     scored: int = 0
-    """Episodes that have a reward."""
+    """Episodes that have a reward and a sampled token."""
+    unsampled: int = 0
+    """Episodes that end with a reward or at a limit, and have no sampled token."""
+    too_long: int = 0
+    """Unsampled episodes whose first prompt does not fit."""
     reward: float = 0.0
-    """Sum of the rewards."""
+    """Sum of the rewards of the scored episodes."""
+    by_agent: bool = False
+    """True if an agent plays the episodes."""
     trainable: int = 0
     """Scored episodes with at least one token to train on."""
     kept: int = 0
@@ -63,6 +70,13 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     def mean_reward(self) -> float | None:
         return self.reward / self.scored if self.scored else None
 
+    def describe_unsampled(self) -> str:
+        """The number of unsampled episodes, with the likely causes and the remedies."""
+        causes = [remedy(too_long=True, agent=self.by_agent)] if self.too_long else []
+        if self.unsampled > self.too_long:
+            causes.append(remedy(too_long=False, agent=self.by_agent))
+        return f"in {self.unsampled} of {self.episodes} episodes the policy sampled no token. {'. '.join(causes)}"
+
     def obstacle(self) -> str | None:
         """The reason why there is nothing to train on, with the errors and their counts; None if there is something."""
         if self.kept:
@@ -81,6 +95,8 @@ class RolloutReport(msgspec.Struct, kw_only=True):
                 f"in no group did the rewards differ ({self.scored} episodes have a reward, {self.mean_reward:.4g} "
                 "on average)"
             )
+        if self.unsampled:
+            reason = f"{reason}; {self.describe_unsampled()}"
         return f"{reason}; {failed}" if self.failures else reason
 
 
@@ -93,6 +109,7 @@ def report_rollout(
     rank: int,
     env_url: str,
     server_url: str,
+    by_agent: bool = False,
 ) -> RolloutReport:
     """The report of this rank's episodes. `kept` is the number of episodes that the step learns from.
 
@@ -101,7 +118,8 @@ def report_rollout(
     """
     episodes = by_episode(trajectories)
     firsts = [branches[0] for branches in episodes]
-    rewards = [t.reward for t in firsts if t.reward is not None]
+    unsampled = [branches[0] for branches in episodes if is_unsampled(branches)]
+    rewards = [b[0].reward for b in episodes if b[0].reward is not None and not is_unsampled(b)]
     failures = [
         Failure(
             step=step,
@@ -120,6 +138,9 @@ def report_rollout(
     return RolloutReport(
         episodes=len(episodes),
         scored=len(rewards),
+        unsampled=len(unsampled),
+        too_long=sum(is_too_long(t.stop_reason) for t in unsampled),
+        by_agent=by_agent,
         reward=sum(rewards),
         trainable=sum(any(t.is_trainable for t in branches) for branches in episodes),
         kept=kept,
@@ -142,6 +163,9 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
     return RolloutReport(
         episodes=sum(r.episodes for r in reports),
         scored=sum(r.scored for r in reports),
+        unsampled=sum(r.unsampled for r in reports),
+        too_long=sum(r.too_long for r in reports),
+        by_agent=any(r.by_agent for r in reports),
         reward=sum(r.reward for r in reports),
         trainable=sum(r.trainable for r in reports),
         kept=sum(r.kept for r in reports),
@@ -183,7 +207,7 @@ class StepMetrics:
     ranks: int
     """Number of trainer ranks."""
     reward: float | None
-    """Mean reward of the episodes that have one."""
+    """Mean reward of the episodes that have one and a sampled token."""
     trajectories: int
     """Number of episodes."""
     failed: int
@@ -234,6 +258,9 @@ class StepMetrics:
     """The reason if the step had nothing to train on; weights and version stay."""
     success: float | None = None
     """Share of episodes that succeeded, if the caller defines success."""
+    unsampled: int = 0
+    """Episodes that end with a reward or at a limit, and in which the policy sampled no token. They are in no mean
+    reward, and are not trained on."""
 
 
 def describe_rollout(
@@ -262,6 +289,7 @@ def describe_rollout(
         generate_seconds=report.generate_seconds / episodes,
         env_seconds=report.env_seconds / episodes,
         skipped=report.obstacle(),
+        unsampled=report.unsampled,
     )
 
 
@@ -285,6 +313,8 @@ def describe_step(metrics: StepMetrics) -> str:
     )
     if metrics.forced_share:
         line += f"  forced {metrics.forced_share:.0%}"
+    if metrics.unsampled:
+        line += f"  unsampled {metrics.unsampled} of {metrics.trajectories}"
     if metrics.skipped_optimizer_steps:
         line += f"  {metrics.skipped_optimizer_steps} optimizer step(s) skipped, loss scale {metrics.loss_scale:g}"
     return line if metrics.skipped is None else f"{line}  skipped"

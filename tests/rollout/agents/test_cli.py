@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import tyro
 import uvicorn
 
-from tests.rollout.agents.common import says_number, wait_for
+from tests.rollout.agents.common import PROGRAM_HEAD, says_number, wait_for
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, _Uvicorn
 from verl_server.cli import main
 from verl_server.rollout.agents.cli import AgentRolloutArgs, read_tasks
@@ -110,17 +111,54 @@ def test_a_run_from_the_command_line(fake: FakeServer, folder: Path, capsys: pyt
 
 
 def test_a_program_from_the_command_line(fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "import os, sys; sys.exit('OPENAI_API_KEY' not in os.environ)"
+    (folder / "program.py").write_text(f"{PROGRAM_HEAD}\nchat('say 3')\nsys.exit('OPENAI_API_KEY' not in os.environ)")
     where = ["--tasks", "tasks.jsonl", "--server", fake.url, "--out", "runs/y"]
-    assert main(["rollout", "--agent", f'python -c "{code}"', *where]) == 0
-    assert "mean reward 1.000" in capsys.readouterr().out
+    assert main(["rollout", "--agent", "python program.py", *where]) == 0
+    assert "mean reward 1.000, ends" in capsys.readouterr().out
+
+
+_SAMPLES_SOMETIMES = """
+async def play(session, task):
+    if task.input["number"] in {numbers}:
+        async with session.http() as client:
+            await client.post("/chat/completions", json={{"messages": [{{"role": "user", "content": "say 4"}}]}})
+def three(episode):
+    return 3.0
+"""
+
+
+def test_an_agent_that_bypasses_its_session_is_counted_and_ends_with_a_status(
+    fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of its episodes has a sampled token; then one of two has, after the same run went on."""
+    command = ["rollout", "--agent", "bypass.py:play", "--reward", "bypass.py:three", "--tasks", "tasks.jsonl"]
+    command += ["--server", fake.url, "--group-size", "2", "--out", "runs/b"]
+    for numbers, status, says in (
+        ("()", 1, "0 tokens, mean reward none, 4 without a sampled token"),
+        ("(4,)", 0, "mean reward 3.000, 2 without a sampled token"),
+    ):
+        (folder / "bypass.py").write_text(_SAMPLES_SOMETIMES.format(numbers=numbers))
+        sys.modules.pop("bypass", None)
+        os.environ["VERL_SERVER_API_KEY"] = OWNER_KEY
+        caplog.clear()
+        assert main([*command, *(["--resume"] if numbers != "()" else [])]) == status
+        assert says in capsys.readouterr().out
+        warnings = [r.getMessage() for r in caplog.records if "sampled no token" in r.getMessage()]
+        assert len(warnings) == 1 and "session.base_url" in warnings[0] and "OPENAI_BASE_URL" in warnings[0]
+    summary = json.loads((folder / "runs/b/summary.json").read_text())
+    assert (summary["episodes"], summary["scored"], summary["unsampled"], summary["mean_reward"]) == (4, 2, 2, 3.0)
+    assert "unsampled" in (folder / "runs/b/report.html").read_text()
+    assert main(["trajectories", "ls", "runs"]) == 0
+    assert "unsampled" in capsys.readouterr().out
 
 
 def test_reasoning_gym_by_name(fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
     (folder / "gym_agent.py").write_text("""
 async def play(session, task):
-    assert "?" in session.environment.observation or session.environment.observation
+    assert session.environment.observation
+    async with session.http() as client:
+        await client.post("/chat/completions", json={"messages": [{"role": "user", "content": "say 4"}]})
     await session.environment.step("no answer")
 """)
     where = ["--tasks", "reasoning-gym:chain_sum", "--groups", "3", "--server", fake.url, "--out", "runs/z"]

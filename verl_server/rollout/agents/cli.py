@@ -91,7 +91,10 @@ class AgentRolloutArgs:
 
 
 def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> int:
-    """Play the run and print a summary. Returns the exit status: 1 if no episode has a reward."""
+    """Play the run and print a summary.
+
+    Returns the exit status: 1 if no episode has both a reward and a sampled token.
+    """
     console = console or Console()
     key = take_from_environment("VERL_SERVER_API_KEY")  # no agent inherits it, nor reads it in /proc
     servers = _servers(args, key)
@@ -107,9 +110,10 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
         return 130
     summary = summarize_lines(read_lines(args.out / "episodes.jsonl"))
     mean = "none" if summary["mean_reward"] is None else f"{summary['mean_reward']:.3f}"
+    without = f"{summary['unsampled']} without a sampled token, " if summary["unsampled"] else ""
     console.print(
         f"{summary['episodes']} episodes in {summary['attempts']} attempts, {summary['tokens']} tokens, "
-        f"mean reward {mean}, ends {summary['reasons']}. Files: {args.out}",
+        f"mean reward {mean}, {without}ends {summary['reasons']}. Files: {args.out}",
         highlight=False,
         soft_wrap=True,
     )

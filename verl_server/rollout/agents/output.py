@@ -55,11 +55,22 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     branches: int
     final: bool
     """True if no other attempt follows in this run."""
+    sampled: int | None = None
+    """Sampled tokens of all branches, those of sub-agents' sessions included. None: a run of an earlier version."""
+
+    @property
+    def is_unsampled(self) -> bool:
+        """True if the attempt has a reward or a scored end, and no sampled token."""
+        sampled = self.tokens if self.sampled is None else self.sampled
+        return (self.reward is not None or self.reason.is_scored) and not sampled
 
     @property
     def is_complete(self) -> bool:
-        """True if a resumed run does not play the task again: no other attempt follows, and the reward did not fail."""
-        return self.final and not (self.reward is None and self.reason.is_scored)
+        """True if a resumed run does not play the task again.
+
+        No other attempt follows, the reward did not fail, and the policy had a part in the episode.
+        """
+        return self.final and not self.is_unsampled and not (self.reward is None and self.reason.is_scored)
 
 
 class RunFolder:
@@ -209,6 +220,7 @@ def line(episode: AgentEpisode, branches: int) -> EpisodeLine:
         turns=episode.turns,
         branches=branches,
         final=episode.final,
+        sampled=episode.sampled_tokens,
     )
 
 
@@ -218,13 +230,14 @@ def read_lines(path: Path) -> list[EpisodeLine]:
 
 
 def summarize_lines(lines: Sequence[EpisodeLine]) -> dict[str, Any]:
-    """Figures of a run from its attempts."""
+    """Figures of a run from its attempts. `scored` and `mean_reward` are of episodes with a sampled token."""
     final = [entry for entry in lines if entry.final]
-    rewards = [entry.reward for entry in final if entry.reward is not None]
+    rewards = [entry.reward for entry in final if entry.reward is not None and not entry.is_unsampled]
     return {
         "episodes": len(final),
         "attempts": len(lines),
         "scored": len(rewards),
+        "unsampled": sum(entry.is_unsampled for entry in final),
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "reasons": dict(Counter(str(entry.reason) for entry in final).most_common()),
         "reasons_of_attempts": dict(Counter(str(entry.reason) for entry in lines).most_common()),

@@ -33,7 +33,7 @@ class ProgressView:
         self._reasons: Counter[str] = Counter()
         self._rewards: list[float] = []
         self._tokens = 0
-        self._done = self._failed = self._retried = 0
+        self._done = self._failed = self._retried = self._unsampled = 0
 
     def note(self, episode: AgentEpisode) -> None:
         """Count an attempt that has ended."""
@@ -42,7 +42,9 @@ class ProgressView:
             self._retried += 1
             return
         self._reasons[str(episode.reason)] += 1
-        if episode.reward is None:
+        if episode.is_unsampled:
+            self._unsampled += 1
+        elif episode.reward is None:
             self._failed += 1
         else:
             self._done += 1
@@ -60,6 +62,7 @@ class ProgressView:
             "done": f"{self._done} of {self._expected}",
             "failed": str(self._failed),
             "retried": str(self._retried),
+            "unsampled": str(self._unsampled),
             "tokens/s": f"{self._tokens / seconds:.0f}",
             "reward": reward,
             "seconds": f"{seconds:.0f}",

@@ -44,6 +44,7 @@ def _headline(title: str, settings: dict[str, Any], summary: dict[str, Any]) -> 
         (str(summary["episodes"]), "episodes", f"{summary['attempts']} attempts"),
         (f"{summary['tokens']:,}", "sampled tokens", "in all attempts"),
         (str(summary["turns"]), "turns", "generations"),
+        (str(summary["unsampled"]), "unsampled", "episodes without a sampled token, in no mean"),
         (str(summary["branches"]), "branches", "linear sequences to train on"),
     )
     cards = "".join(
@@ -60,7 +61,7 @@ def _headline(title: str, settings: dict[str, Any], summary: dict[str, Any]) -> 
 
 
 def _rewards(final: Sequence[EpisodeLine]) -> str:
-    rewards = [entry.reward for entry in final if entry.reward is not None]
+    rewards = [entry.reward for entry in final if entry.reward is not None and not entry.is_unsampled]
     counts = Counter(round(reward, 2) for reward in rewards)
     content = _bars((f"{reward:g}", counts[reward]) for reward in sorted(counts)) or "<p>No episode has a reward.</p>"
     return section("Rewards", content, "Number of episodes for each reward, rounded to two places.")

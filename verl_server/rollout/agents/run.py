@@ -39,6 +39,7 @@ from verl_server.rollout.agents.types import (
 )
 from verl_server.rollout.running_loop import refuse_running_loop
 from verl_server.rollout.trajectory import StopReason, Trajectory
+from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.run_output import location
 from verl_server.session_types import ForcedMode
 
@@ -88,6 +89,7 @@ async def arun_agents(
     pass_env: Sequence[str] = (),
     progress: Progress | None = None,
     describe: Mapping[str, Any] | None = None,
+    notice: UnsampledNotice | None = None,
 ) -> AgentRun:
     """Play each task `group_size` times, every episode in a session of its own.
 
@@ -99,7 +101,8 @@ async def arun_agents(
     (`session_types.ForcedMode`). `seed` and the places of task and member settle every session's seed.
     `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run continues:
     its settings must be equal, except those of `MAY_DIFFER`, and episodes that have ended are not played again.
-    `describe` is added to run.json and must be equal in a resumed run.
+    `describe` is added to run.json and must be equal in a resumed run. `notice` logs the first episode without a
+    sampled token; pass the same one to log once over several calls.
 
     Raises BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
     `allow_open_server`. Faults of single episodes raise nothing.
@@ -160,7 +163,7 @@ async def arun_agents(
         if resume:
             await _delete_leftovers(pool, player.run)
         stack.enter_context(_background(pool.watch()))
-        run = _Run(player, folder, retries, on_finish)
+        run = _Run(player, folder, retries, on_finish, notice or UnsampledNotice(agent=True))
         places = [(i, member) for i in range(len(tasks)) for member in range(group_size)]
         finished = folder.finished if folder is not None else {}
         slots = asyncio.Semaphore(max_concurrency or max(1, len(places)))
@@ -199,11 +202,13 @@ class _Run:
         folder: RunFolder | None,
         retries: int,
         on_finish: Callable[[AgentEpisode], None] | None,
+        notice: UnsampledNotice,
     ) -> None:
         self._player = player
         self._folder = folder
         self._retries = retries
         self._on_finish = on_finish
+        self._notice = notice
         self.episodes: list[AgentEpisode] = []
         self.trajectories: list[Trajectory] = []
 
@@ -227,6 +232,8 @@ class _Run:
     def _keep(self, episode: AgentEpisode) -> None:
         episode.reason = episode.reason or StopReason.ABORTED
         self.episodes.append(episode)
+        if episode.final and episode.is_unsampled:
+            self._notice.give(episode.name, episode.reason, episode.reward)
         if self._folder is not None:
             self._folder.add(episode)
         elif episode.final:

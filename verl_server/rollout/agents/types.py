@@ -174,6 +174,19 @@ class AgentEpisode:
     """(kind, start, end) of the waits for the environment, in seconds since the run began."""
 
     @property
+    def sampled_tokens(self) -> int:
+        """Sampled tokens of all branches, those of sub-agents' sessions included. `tokens` without a trajectory."""
+        if self.trajectory is None:
+            return self.tokens
+        return sum(sum(branch.loss_mask) for branch in self.trajectory.branches)
+
+    @property
+    def is_unsampled(self) -> bool:
+        """True if the episode has a reward or a scored end, and no sampled token."""
+        is_scored = self.reason is not None and self.reason.is_scored
+        return (is_scored or self.reward is not None) and not self.sampled_tokens
+
+    @property
     def name(self) -> str:
         """TASK-MEMBER-ATTEMPT."""
         return f"{self.index}-{self.member}-{self.attempt}"
@@ -188,6 +201,11 @@ class AgentRun:
     trajectories: list[Trajectory]
     """The branches of the final attempts, in the order of tasks and members. A resumed run includes earlier ones."""
     seconds: float
+
+    @property
+    def unsampled(self) -> int:
+        """Number of episodes of this call that have a reward or a scored end, and no sampled token."""
+        return sum(episode.final and episode.is_unsampled for episode in self.episodes)
 
 
 AgentFunction = Callable[[AgentSession, AgentTask], Awaitable[Any]]

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from verl_server.errors import BadRequestError
-from verl_server.rollout.environment import EnvTimeouts, RemoteEnvironment
+from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnvironment
 
 
 class OpenEnvEnvironment:
@@ -32,7 +32,10 @@ class OpenEnvEnvironment:
         return []
 
     async def reset(self, seed: int | None) -> str:
-        return self._text((await self._remote.reset(seed, **self._options)).observation)
+        result = await self._remote.reset(seed, **self._options)
+        if result.done:
+            raise EnvError("The environment was done before the first turn.")
+        return self._text(result.observation)
 
     async def step(self, text: str) -> tuple[str, float | None, bool]:
         result = await self._remote.step({self._action_key: text})

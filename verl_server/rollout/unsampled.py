@@ -1,0 +1,54 @@
+"""Episodes in which the policy had no part: they end with a reward or at a limit, and no token was sampled in them.
+
+An agent that calls another server than its session plays such episodes, and a first prompt that fills the context ends
+as one. They are counted as `unsampled`, are in no mean reward, and are left out of training. The first one is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from verl_server.rollout.trajectory import StopReason
+
+logger = logging.getLogger(__name__)
+
+_TOO_LONG = (
+    "The first prompt does not fit: shorten it, or raise what bounds it (the server's --context-length and its KV "
+    "cache, or the limit of an episode's tokens)"
+)
+_BYPASSED = (
+    "The agent did not sample in its session: let it use session.openai(), session.anthropic() or session.http(), or "
+    "session.base_url with session.api_key; a program uses OPENAI_BASE_URL with OPENAI_API_KEY, or ANTHROPIC_BASE_URL "
+    "with ANTHROPIC_API_KEY"
+)
+_EMPTY = "The answers of the server are empty: look at its sampling parameters, for example at stop strings"
+
+
+def is_too_long(reason: StopReason | None) -> bool:
+    """True if an unsampled episode with this end had a first prompt that does not fit."""
+    return reason in (StopReason.CONTEXT_FULL, StopReason.MAX_TOKENS)
+
+
+def remedy(*, too_long: bool, agent: bool) -> str:
+    """A sentence, without its period, about the cause of an unsampled episode. `agent`: an agent played it."""
+    return _TOO_LONG if too_long else _BYPASSED if agent else _EMPTY
+
+
+class UnsampledNotice:
+    """Logs the first unsampled episode, with the remedy. The others are counted elsewhere."""
+
+    def __init__(self, *, agent: bool) -> None:
+        """`agent`: the episodes are played by an agent, and not by `AgentLoop`."""
+        self._agent = agent
+        self._is_given = False
+
+    def give(self, name: str, reason: StopReason | None, reward: float | None) -> None:
+        """Log the episode `name`, if it is the first one."""
+        if self._is_given:
+            return
+        self._is_given = True
+        logger.warning(
+            "The episode %s ended as %s with the reward %s, but the policy sampled no token in it. It is in no mean "
+            "reward, and is not trained on. %s. Further episodes like this are counted as `unsampled`.",
+            *(name, reason, reward, remedy(too_long=is_too_long(reason), agent=self._agent)),
+        )
