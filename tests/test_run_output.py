@@ -42,6 +42,9 @@ def test_missing_folders_are_created(tmp_path: Path) -> None:
     claim.release()
     assert not any((tmp_path / "a/b").iterdir()), "the trial leaves nothing"
     assert not (tmp_path / "c/d/x.jsonl").exists(), "a file to which nothing was written is removed"
+    (tmp_path / "mine").touch()
+    claim_file(tmp_path / "mine").release()
+    assert (tmp_path / "mine").exists(), "unless it was there before"
 
 
 @pytest.mark.parametrize("claim", [claim_folder, claim_file])

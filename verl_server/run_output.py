@@ -59,9 +59,10 @@ def recorded(folder: Path, also: Sequence[str] = ()) -> list[str]:
 class Claim:
     """The right to write at a place. It ends with `release`, at the latest with the process."""
 
-    def __init__(self, place: Path, descriptor: int) -> None:
-        """`descriptor`: the locked file or folder, which is closed by `release`."""
+    def __init__(self, place: Path, descriptor: int, *, is_new: bool = False) -> None:
+        """`descriptor`: the locked file or folder, which `release` closes. `is_new`: it was made for this claim."""
         self.place = place
+        self._is_new = is_new
         self._descriptor = descriptor
 
     def replace(self, lines: Sequence[bytes]) -> None:
@@ -75,10 +76,10 @@ class Claim:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """End the right. A file to which nothing was written is removed."""
+        """End the right. A new file to which nothing was written is removed."""
         if self._descriptor < 0:
             return
-        if self.place.is_file() and not self.place.stat().st_size:
+        if self._is_new and self.place.is_file() and not self.place.stat().st_size:
             self.place.unlink()
         os.close(self._descriptor)
         self._descriptor = -1
@@ -116,6 +117,7 @@ def claim_file(file: Path) -> Claim:
     """
     check_folder(file.parent)
     while True:
+        is_new = not file.exists()
         try:
             descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except IsADirectoryError:
@@ -124,7 +126,7 @@ def claim_file(file: Path) -> Claim:
             raise BadRequestError(f"The file {file} cannot be written: {error.strerror or error}.") from None
         _lock(descriptor, file)
         if _is_same(descriptor, file):
-            return Claim(file, descriptor)
+            return Claim(file, descriptor, is_new=is_new)
         os.close(descriptor)  # another process removed its empty file meanwhile
 
 

@@ -15,8 +15,8 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.agents.run import run_agents
 from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.trajectory import Task
-from verl_server.train.environment_check import check_environment
 
 TASKS = [Task(seed=0, episode_id="0", sampling_seed=0)]
 

@@ -16,6 +16,7 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout import cli
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.cli import MAY_DIFFER, RolloutArgs, run_settings
+from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory, append_jsonl, read_jsonl
 from verl_server.rollout.trajectory_file import TrajectoryFile
 
@@ -196,9 +197,43 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(cli.HttpServerEngineAdapter, "attach", lambda *_, **__: Engine())
     monkeypatch.setattr(cli, "load_pretrained", lambda *_: None)
     monkeypatch.setattr(cli, "environment_schema", lambda *_: None)
+    monkeypatch.setattr(cli, "check_environment", lambda *_, **__: None)
     monkeypatch.setattr(cli, "ChatRenderer", lambda *_, **__: WordRenderer())
     monkeypatch.setattr(cli, "AgentLoop", Loop)
     return [*WHERE, "--out", str(tmp_path / "runs/x.jsonl"), "--episodes", "3"]
+
+
+def test_an_environment_that_is_away_leaves_nothing(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "check_environment", check_environment)
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert "The environment at --environment http://127.0.0.1:9 cannot be played" in error
+    assert "raise --env-timeouts.connect" in error
+    assert not any((tmp_path / "runs").iterdir())
+
+
+def test_a_rollout_without_a_sampled_token_ends_with_a_status(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No first prompt fits; then one does, after the run went on."""
+    fits = set[int]()
+
+    def played(_: Any, tasks: list[Task], on_finish: Any) -> Rollout:
+        trajectories = [ended(task.seed) if task.seed in fits else Trajectory(task=task) for task in tasks]
+        for trajectory in trajectories:
+            trajectory.finish(StopReason.CONTEXT_FULL)
+            on_finish(trajectory)
+        return Rollout(trajectories=trajectories, seconds=1.0)
+
+    monkeypatch.setattr(cli.AgentLoop, "run", played)
+    assert main(command) == 1
+    assert "mean reward none, 3 without a sampled token, ends" in capsys.readouterr().out
+    fits.add(1)
+    assert main([*command, "--resume"]) == 0
+    assert "mean reward 1.000, 2 without a sampled token, ends" in capsys.readouterr().out
+    assert sorted(seeds(tmp_path / "runs/x.jsonl")) == [0, 1, 2]
 
 
 def test_the_command_resumes(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

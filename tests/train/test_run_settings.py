@@ -89,6 +89,12 @@ def test_the_tasks_are_compared_by_content(tmp_path: Path) -> None:
         run_settings(args)
     tasks.write_text("1\n")
     begun(out, args)
+    (tmp_path / "moved").mkdir()
+    moved = tmp_path / "moved/tasks.jsonl"
+    moved.write_text("1\n")
+    folder = folder_of(out, dataclasses.replace(args, tasks=str(moved)))
+    folder.open(resume=True)
+    folder.close()
     tasks.write_text("2\n")
     with pytest.raises(BadRequestError, match="tasks_digest: was"):
         folder_of(out, args).open(resume=True)
@@ -116,6 +122,26 @@ def test_another_runs_files_are_refused(tmp_path: Path, name: str) -> None:
         store_settings(tmp_path / "run.json", {"command": "run_agents"})
         with pytest.raises(BadRequestError, match="already holds a run"):
             folder_of(tmp_path).open(resume=False)
+
+
+def test_a_model_of_the_user_is_not_replaced(tmp_path: Path) -> None:
+    """Only checkpoint-0 and model of a training run that had no step are."""
+    (tmp_path / "model").mkdir()
+    for command in ("run_agents", "train.grpo"):
+        store_settings(tmp_path / "run.json", {"command": command})
+        with pytest.raises(BadRequestError, match=r"already holds a run \(model\)"):
+            folder_of(tmp_path).open(resume=False)
+    (tmp_path / "checkpoint-0").mkdir()
+    store_settings(tmp_path / "run.json", {"command": "run_agents"})
+    with pytest.raises(BadRequestError, match="already holds a run"):
+        folder_of(tmp_path).open(resume=False)
+    store_settings(tmp_path / "run.json", {"command": "train.grpo"})
+    folder = folder_of(tmp_path)
+    assert folder.open(resume=False) is None
+    assert (tmp_path / "model").exists(), "it stays until the server is up"
+    folder.begin()
+    folder.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_the_folder_is_checked_before_a_model_is_loaded(

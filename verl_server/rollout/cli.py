@@ -18,6 +18,7 @@ from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.model_folder import load_pretrained
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts, environment_schema
+from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, summarize
@@ -145,6 +146,7 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
         action_format=args.action_format,
         action_schema=environment_schema(args.environment, args.env_timeouts.connect),
     )
+    check_environment(args.environment, renderer, args.env_timeouts, option="--environment", bounds="--env-timeouts")
     tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]
     tasks = [task for task in tasks if task.seed not in file.finished]
     file.begin(engine.server_args.model_path)

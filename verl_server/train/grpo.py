@@ -54,13 +54,13 @@ from verl_server.logprob_gap import GapAlarm, LogprobGap
 from verl_server.model_folder import load_pretrained
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
 from verl_server.rollout.agents.types import Server
+from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
-from verl_server.train.environment_check import check_environment
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.metrics import (

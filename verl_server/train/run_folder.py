@@ -25,7 +25,7 @@ import msgspec
 
 from verl_server.durable import discard, flush, make_folder, replace_file
 from verl_server.errors import BadRequestError
-from verl_server.json_files import decode_json, numbered_lines
+from verl_server.json_files import decode_json, numbered_lines, read_json
 from verl_server.rollout.trajectory import Trajectory, append_jsonl
 from verl_server.run_output import Claim, check_settings, claim_folder, recorded, store_settings
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
@@ -44,7 +44,7 @@ class RunFolder:
         self.path = path
         self._settings = settings
         self._run_file = path / "run.json"
-        self._is_resumed = False
+        self._is_resumed = self._replaces = False
         self._claim: Claim | None = None
 
     def open(self, resume: bool) -> str | None:
@@ -64,7 +64,7 @@ class RunFolder:
 
     def begin(self) -> None:
         """Store the settings of a new run. Rank 0 calls it when the server is up."""
-        if not self._is_resumed:
+        if self._replaces:
             for folder in (self.path / "model", self.path / "checkpoint-0"):  # of a run that had no first step
                 shutil.rmtree(folder, ignore_errors=True)
         if self._settings is not None and not (self._is_resumed and self._run_file.exists()):
@@ -79,7 +79,7 @@ class RunFolder:
         """Create the folder. Raises BadRequestError if it already contains a run."""
         found = recorded(self.path, also=("model",))
         if self._has_no_step(found):
-            found = []
+            found, self._replaces = [], True
         checkpoint = latest_checkpoint(self.path)
         if found:
             raise BadRequestError(
@@ -92,7 +92,9 @@ class RunFolder:
 
     def _has_no_step(self, found: Sequence[str]) -> bool:
         """True if an earlier run ended before its first step: it saved the initial weights, and trained nothing."""
-        return self._run_file.exists() and set(found) <= {"checkpoint-0", "model"}
+        if "checkpoint-0" not in found or not set(found) <= {"checkpoint-0", "model"} or not self._run_file.exists():
+            return False
+        return bool(read_json(self._run_file).get("command") == "train.grpo")
 
     def resume(self) -> Path:
         """The checkpoint to continue from. Raises BadRequestError if there is none, or if a file is damaged, or if the

@@ -62,15 +62,16 @@ MAY_DIFFER = {
 
 
 def run_settings(args: TrainArgs) -> dict[str, Any]:
-    """The settings that a run stores: without keys, with the absolute paths of files and a digest of the tasks.
+    """The settings that a run stores: without keys, with absolute paths, and with a digest of the tasks' file.
 
     Raises BadRequestError if the file of the tasks cannot be read.
     """
     settings = settings_of("train.grpo", args, without=("out", "resume", *(f"server.{key}" for key in _KEYS)))
-    for name in ("model_path", "agent", "tasks", "reward", "server.tokenizer_path", "server.chat_template"):
+    for name in ("model_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):
         settings[name] = None if settings[name] is None else location(settings[name])
     for name in ("env_url", "server_url"):
         settings[name] = None if settings[name] is None else without_host(settings[name])
     is_file = args.tasks is not None and not is_named(args.tasks)
     digest = hashlib.blake2b(read_bytes(Path(args.tasks or "")), digest_size=16).hexdigest() if is_file else None
-    return settings | {"tasks_digest": digest}
+    tasks = Path(args.tasks or "").name if is_file else args.tasks
+    return settings | {"tasks": tasks, "tasks_digest": digest}

@@ -168,11 +168,12 @@ async def _played(
 def _described(args: AgentRolloutArgs) -> dict[str, Any]:
     """What run.json stores of the command, beside the settings of `run_agents`."""
     environment = args.environment
+    is_function = args.reward is not None and ":" in args.reward
     return {
         "agent_from": location(args.agent),
         "tools_from": [location(tool) for tool in args.tool],
-        "reward_from": None if args.reward is None else location(args.reward),
-        "tasks_from": location(args.tasks),
+        "reward_from": location(args.reward or "") if is_function else None,
+        "tasks_from": args.tasks if is_named(args.tasks) else Path(args.tasks).name,
         "environment": None if environment is None else location(without_host(environment)),
     }
 

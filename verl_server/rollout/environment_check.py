@@ -1,4 +1,7 @@
-"""`check_environment`: one reset before the model is loaded, so that a wrong URL is reported at once."""
+"""`check_environment`: one reset before a run begins, so that a wrong URL is reported at once.
+
+The trainer calls it before it loads the model, and `verl-server rollout` before it writes.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,31 @@ from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.running_loop import refuse_running_loop
 
 
-def check_environment(url: str, renderer: Renderer | None, timeouts: EnvTimeouts) -> None:
+def check_environment(
+    url: str,
+    renderer: Renderer | None,
+    timeouts: EnvTimeouts,
+    *,
+    option: str = "--env-url",
+    bounds: str = "--env",
+) -> None:
     """Reset one session at `url` and render its first observation, unless an agent reads it (no renderer).
 
+    `option` and `bounds` are the options of the URL and of the timeouts, which errors name.
     Raises BadRequestError that names the remedy.
     """
     refuse_running_loop("check_environment", "Call it in another thread: `await asyncio.to_thread(...)`.")
-    asyncio.run(_check(url, renderer, timeouts))
+    asyncio.run(_check(url, renderer, timeouts, option, bounds))
 
 
-async def _check(url: str, renderer: Renderer | None, timeouts: EnvTimeouts) -> None:
+async def _check(url: str, renderer: Renderer | None, timeouts: EnvTimeouts, option: str, bounds: str) -> None:
     async with RemoteEnvironment(url, timeouts) as environment:
         try:
             result = await environment.reset(0, episode_id="check")
         except EnvError as error:
             raise BadRequestError(
-                f"The environment at --env-url {url} cannot be played: {error} Start the environment server, or "
-                "correct the URL. If the server is only slow, raise --env.connect or --env.reset."
+                f"The environment at {option} {url} cannot be played: {error} Start the environment server, or "
+                f"correct the URL. If the server is only slow, raise {bounds}.connect or {bounds}.reset."
             ) from error
     if renderer is None:
         return
@@ -34,5 +45,5 @@ async def _check(url: str, renderer: Renderer | None, timeouts: EnvTimeouts) -> 
         renderer.observation_tokens(result.observation, None)
     except VerlServerError as error:
         raise BadRequestError(
-            f"The first observation of the environment at --env-url {url} cannot be rendered: {error}"
+            f"The first observation of the environment at {option} {url} cannot be rendered: {error}"
         ) from error
