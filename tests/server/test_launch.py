@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from tests.depth import at_depth
 from tests.waiting import eventually
 from verl_server import Engine, HttpServerEngineAdapter, ServerArgs, ServerDiedError, ServerLaunchError, launch_server
+from verl_server.errors import BadRequestError
 from verl_server.ipc.sockets import bind_socket, free_port
 from verl_server.server.launch import launch_server_from_verl_engine
 
@@ -128,6 +129,20 @@ def test_port_in_use_is_told_before_the_model_is_loaded(tiny_llama: Path) -> Non
             launch_server(ServerArgs(model_path=str(tiny_llama), port=port), pipe_finish_writer=writer)
         assert time.monotonic() - began < 2
         assert f":{port}" in reader.recv()
+
+
+@pytest.mark.parametrize("name", ["session_store", "profile_folder"])
+def test_a_folder_that_cannot_be_written_is_told_before_the_model_is_loaded(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def too_early(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started before the folder was tried")
+
+    monkeypatch.setattr("verl_server.server.launch.ChildProcess", too_early)
+    (tmp_path / "file").write_text("")
+    args = ServerArgs(model_path=str(tiny_llama), port=0, **{name: str(tmp_path / "file")})
+    with pytest.raises(BadRequestError, match=rf"ServerArgs\.{name}: .*cannot be a folder"):
+        launch_server(args)
 
 
 def test_second_bind_fails_at_once() -> None:

@@ -91,7 +91,7 @@ def test_episodes_without_a_sampled_token_are_counted_and_in_no_mean() -> None:
     everything = merge_reports([report([full], 0)])
     assert str(everything.obstacle()).startswith("no episode has both a reward and a token to train on (ends: {'con")
     only = report_rollout([bypassed], 0, 1.0, step=0, rank=0, env_url="e", server_url="s", by_agent=True)
-    assert "The agent did not sample in its session" in str(only.obstacle())
+    assert "No request of the agent was answered in its session" in str(only.obstacle())
 
 
 def test_many_errors_are_counted_and_the_most_frequent_are_shown() -> None:

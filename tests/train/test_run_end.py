@@ -185,7 +185,7 @@ def test_a_step_without_a_sampled_token_says_so(reference: Reference, tmp_path: 
     assert play("unsampled", "all", 1, model, out, "--max-skipped-steps", "2") == [3]
     log = log_of(out).read_text()
     assert "2 step(s) in a row had nothing to train on. Step 1: no episode has both a reward and a token" in log
-    assert "in 8 of 8 episodes the policy sampled no token. The agent did not sample in its session" in log
+    assert "in 8 of 8 episodes the policy sampled no token. No request of the agent was answered in its session" in log
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [(m["unsampled"], m["reward"], m["trainable"]) for m in metrics] == [(8, None, 0)] * 2
 

@@ -17,9 +17,10 @@ _TOO_LONG = (
     "cache, or the limit of an episode's tokens)"
 )
 _BYPASSED = (
-    "The agent did not sample in its session: let it use session.openai(), session.anthropic() or session.http(), or "
-    "session.base_url with session.api_key; a program uses OPENAI_BASE_URL with OPENAI_API_KEY, or ANTHROPIC_BASE_URL "
-    "with ANTHROPIC_API_KEY"
+    "No request of the agent was answered in its session. If it called another server, let it use session.openai(), "
+    "session.anthropic() or session.http(), or session.base_url with session.api_key; a program uses OPENAI_BASE_URL "
+    "with OPENAI_API_KEY, or ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY. If the session refused its requests, look at "
+    "the errors that it received: its first prompt may not fit"
 )
 _EMPTY = "The answers of the server are empty: look at its sampling parameters, for example at stop strings"
 

@@ -118,9 +118,12 @@ def test_the_place_is_checked_before_a_server_is_asked(tmp_path: Path) -> None:
     options: dict[str, Any] = {"servers": [Server("http://127.0.0.1:9", "key")], **_OPTIONS}
     with pytest.raises(BadRequestError, match="cannot be a folder"):
         asyncio.run(arun_agents(player, [AgentTask()], out=tmp_path / "file", **options))
-    (tmp_path / "metrics.jsonl").write_text("{}")  # of a training run
-    with pytest.raises(BadRequestError, match=r"files of a run .metrics\.jsonl., but no run\.json"):
-        asyncio.run(arun_agents(player, [AgentTask()], out=tmp_path, **options))
+    for name in ("metrics.jsonl", "report.html"):  # of a training run, or of nobody knows whom
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        with pytest.raises(BadRequestError, match=rf"files of a run .{name}., but no run\.json"):
+            asyncio.run(arun_agents(player, [AgentTask()], out=folder, **options))
 
 
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class RunFolder:
         """Name of the run: the first part of its sessions' groups."""
         self._claim = claim_folder(folder)
         try:
-            found = recorded(folder)
+            found = recorded(folder, also=() if self._run_file.exists() else ("summary.json", "report.html"))
             if not found:
                 if resume:
                     logger.warning("%s has no episodes: there is nothing to resume, and the run begins.", folder)
