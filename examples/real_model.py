@@ -69,6 +69,8 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, default=None, help=f"another GGUF file (the one of {PACKAGE})")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights (bfloat16)")
     args = parser.parse_args()
+    if args.folder.exists() and not (args.folder.is_dir() and not any(args.folder.iterdir())):
+        raise SystemExit(f"{args.folder} is there already, and is no empty folder. Name another one, or remove it.")
     folder = make_real_model(args.folder, args.gguf, DTYPES[args.dtype])
     print(f"{folder} is ready: verl-server serve --model-path {folder}")
 

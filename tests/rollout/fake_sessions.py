@@ -100,10 +100,13 @@ class FakeServer:
         self.ended: dict[str, FakeSession] = {}
         self.log: list[str] = []
         self.url = ""
+        self.model: str | None = None
+        """What `/model_info` names. None: the route is not there."""
 
     def app(self) -> Starlette:
         routes = [
             Route("/health", self._health),
+            Route("/model_info", self._model_info),
             Route("/generate", self._generate, methods=["POST"]),
             Route("/sessions", self._create, methods=["POST"]),
             Route("/sessions", self._list, methods=["GET"]),
@@ -118,6 +121,9 @@ class FakeServer:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({})
+
+    async def _model_info(self, request: Request) -> Response:
+        return JSONResponse({"model_path": self.model, "weight_version": "7"}, 200 if self.model else 404)
 
     async def _generate(self, request: Request) -> Response:
         return JSONResponse({"error": "no prompt"}, 400 if self.generates_openly else 401)

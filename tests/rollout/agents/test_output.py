@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 from dataclasses import fields, replace
@@ -145,6 +146,30 @@ def test_bounds_of_time_may_differ_and_other_limits_may_not(tmp_path: Path) -> N
         limits = replace(FAST, **{name: 77})
         with pytest.raises(BadRequestError, match=rf"\(limits\.{name}: was .*, is 77\)"):
             run(player, 1, out=tmp_path, resume=True, **(_OPTIONS | {"limits": limits}))
+
+
+def test_servers_with_another_model_are_refused(tmp_path: Path) -> None:
+    """A server that does not name its model, as one that is away, is not compared."""
+
+    async def play(models: list[str | None], out: Path, resume: bool = True) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            fakes = [await stack.enter_async_context(fake_server(says_number)) for _ in models]
+            for fake, model in zip(fakes, models, strict=True):
+                fake.model = model
+            servers = [Server(fake.url, OWNER_KEY) for fake in fakes]
+            options: dict[str, Any] = {"servers": servers, "limits": FAST, "out": out, "resume": resume}
+            await arun_agents(player, [AgentTask()], environment=lambda task: Echo(), **options)
+
+    asyncio.run(play(["a", "a"], tmp_path, resume=False))
+    assert json.loads((tmp_path / "run.json").read_text())["models"] == ["a"]
+    for models in (["a"], [None, "a"], [None]):
+        asyncio.run(play(models, tmp_path))
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    with pytest.raises(BadRequestError, match=r"models: was \['a'\], is \['a', 'b'\]"):
+        asyncio.run(play(["a", "b"], tmp_path))
+    assert before == {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    asyncio.run(play([None], tmp_path / "unknown", resume=False))
+    asyncio.run(play(["b"], tmp_path / "unknown"))
 
 
 def test_agents_of_one_name_are_told_apart(tmp_path: Path) -> None:

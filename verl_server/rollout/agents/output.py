@@ -96,6 +96,7 @@ class RunFolder:
         self._trajectories = folder / "trajectories.jsonl"
         self._episodes = folder / "episodes.jsonl"
         self._settings = plain(settings | {"tasks": len(tasks), "tasks_digest": tasks_digest(tasks)})
+        self._may_differ = may_differ
         self._left: _Left | None = None
         self.id = settings_id()
         """Name of the run: the first part of its sessions' groups."""
@@ -116,7 +117,8 @@ class RunFolder:
                     f"{folder} has a run already. Continue it (resume=True, --resume), or name another folder."
                 )
             self.id = str(read_json(self._run_file).get("run"))
-            check_settings(folder, self._run_file, {"run": self.id} | self._settings, may_differ)
+            later = {"models": "they are known when the servers have answered"}
+            check_settings(folder, self._run_file, {"run": self.id} | self._settings, {**may_differ, **later})
             self._left = self._read()
         except BaseException:
             self.close()
@@ -128,13 +130,21 @@ class RunFolder:
         lines = [] if self._left is None else self._left.lines
         return {(entry.task, entry.member): entry for entry in lines if entry.final}
 
-    def begin(self) -> None:
-        """Begin to write: store the settings of a new run, or remove what an interruption left half-written."""
+    def begin(self, models: Sequence[str] = ()) -> None:
+        """Begin to write: store the settings of a new run, or remove what an interruption left half-written.
+
+        `models`: those of the servers, as far as they are known. Raises BadRequestError if a resumed run had others.
+        """
+        if self._left is not None:
+            stored = read_json(self._run_file).get("models")
+            known = list(models) if stored and models else stored
+            wanted = {"run": self.id} | self._settings | {"models": known}
+            check_settings(self.folder, self._run_file, wanted, self._may_differ)
         make_folder(self.logs)
         if self._left is None:
             for file in (self._trajectories, self._episodes):  # from now on, a file that is not there was lost
                 write_file(file, b"")
-            store_settings(self._run_file, {"run": self.id} | self._settings)
+            store_settings(self._run_file, {"run": self.id} | self._settings | {"models": list(models)})
             return
         _rewrite(self._episodes, self._left.lines)
         kept = self._left.kept

@@ -159,7 +159,7 @@ async def arun_agents(
         if not callable(agent):
             stack.enter_context(memory_hidden())
         if folder is not None:
-            folder.begin()
+            folder.begin(await pool.models())
         if resume:
             await _delete_leftovers(pool, player.run)
         stack.enter_context(_background(pool.watch()))

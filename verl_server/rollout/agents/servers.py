@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError
 from verl_server.rollout.agents.sessions_client import SessionsClient
 from verl_server.rollout.agents.types import Server
+from verl_server.run_output import location
 from verl_server.session_types import CreatedSession, CreateSession
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,11 @@ class ServerPool:
     async def __aexit__(self, *_: object) -> None:
         for client in self.clients:
             await client.close()
+
+    async def models(self) -> list[str]:
+        """The models of the servers that answer, in order and without repetitions."""
+        found = await asyncio.gather(*(client.model() for client in self.clients))
+        return sorted({location(model) for model in found if model})
 
     async def check_closed(self) -> None:
         """Raise BadRequestError if one of the servers generates for callers without a key.

@@ -41,6 +41,12 @@ _PAGE = 1000
 """Sessions of one page of `GET /sessions`."""
 
 
+class _Model(msgspec.Struct):
+    """The key of `/model_info` that names the model."""
+
+    model_path: str | None = None
+
+
 class SessionsClient:
     """Used on one event loop, with `async with`. Methods raise ServerDiedError if the server does not answer."""
 
@@ -94,6 +100,13 @@ class SessionsClient:
             await self._sent("DELETE", f"/sessions/{session_id}", Any)
         except SessionNotFoundError:
             return
+
+    async def model(self) -> str | None:
+        """The model that the server serves: a folder or a hub id. None if the server does not say, or is away."""
+        try:
+            return (await self._sent("GET", "/model_info", _Model)).model_path
+        except VerlServerError:
+            return None
 
     async def is_open(self) -> bool:
         """True if the server generates for callers without a key."""
