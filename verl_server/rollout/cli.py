@@ -28,7 +28,11 @@ from verl_server.run_output import location, settings_of, without_host
 
 @dataclass(frozen=True)
 class RolloutArgs:
-    """Play episodes of an environment with a policy, each at its own pace."""
+    """Play episodes of an environment with a policy, each at its own pace.
+
+    Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 130 after Ctrl-C (--resume
+    continues).
+    """
 
     server: str
     """URL of the rollout server."""
@@ -44,9 +48,9 @@ class RolloutArgs:
     """File of this run: each trajectory is one line, written when it ends. Missing folders are created. The settings
     are in FILE.run.json beside it. A file that has the trajectories of another run is refused."""
     resume: bool = False
-    """Continue the run in `--out`. Episodes that the policy ended are not played again; those without a reward are, and
-    their lines are replaced. The settings must be equal, except those of servers, bounds of time and the number of
-    episodes."""
+    """Continue the run in `--out`. Episodes that the policy ended are not played again. Those that failed or have no
+    sampled token are, and their lines are replaced. The settings must be equal, except those of servers, bounds of time
+    and the number of episodes."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer. None is the server's."""
     chat: bool = True

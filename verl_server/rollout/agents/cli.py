@@ -39,7 +39,11 @@ Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 
 @dataclass(frozen=True)
 class AgentRolloutArgs:
-    """Let an agent play tasks with a policy, each episode in a session that records its tokens."""
+    """Let an agent play tasks with a policy, each episode in a session that records its tokens.
+
+    Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 130 after Ctrl-C (--resume
+    continues).
+    """
 
     agent: str
     """MODULE:function or FILE.py:function, an `async def (session, task)`; the command of a program, in quotes; or
@@ -73,8 +77,8 @@ class AgentRolloutArgs:
     model_path: str | None = None
     """Model of a server that is launched for this run, in place of `--server`."""
     resume: bool = False
-    """Continue the run in `--out`. Episodes that have ended are not played again. The settings must be equal, except
-    those of servers, bounds of time, retries and concurrency."""
+    """Continue the run in `--out`. Episodes that have ended are not played again, except those without a sampled token.
+    The settings must be equal, except those of servers, bounds of time, retries and concurrency."""
     retries: int = 2
     """Further attempts of an episode that ended without a reward."""
     max_concurrency: int | None = None
