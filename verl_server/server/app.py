@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from verl_server.errors import VerlServerError
+from verl_server.server.arrivals import ArrivalMiddleware
 from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.anthropic.routes import AnthropicApi
 from verl_server.server.dialects.openai.routes import OpenAIApi
@@ -62,10 +63,10 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
         ClientDisconnectedError: disconnect_handler(manager),
     }
     app = ServerErrorMiddleware(ExceptionMiddleware(Dispatch(), handlers), handler=_on_crash)
+    arriving = ArrivalMiddleware(RoutingHeadersMiddleware(app), manager.arrivals)
+    refuse = server_args.unknown_fields == "refuse"
     replaying = ReplayMiddleware(
-        UnknownFieldsMiddleware(
-            RoutingHeadersMiddleware(app), mounted, manager.metrics, refuse=server_args.unknown_fields == "refuse"
-        ),
+        UnknownFieldsMiddleware(arriving, mounted, manager.metrics, refuse),
         grace=server_args.replay_grace,
         ttl=server_args.replay_ttl,
         most_bytes=server_args.replay_bytes,

@@ -34,16 +34,19 @@ from verl_server.io_struct import (
     BatchTokenIDOut,
     ControlReply,
     ControlReq,
+    FinishReason,
     FinishReq,
     FinishSessionReq,
     GetInternalStateReq,
     GrammarTokenizer,
+    PauseGenerationReq,
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReq,
 )
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.sampling_params import GRAMMARS
+from verl_server.server.arrivals import Arrivals
 from verl_server.server.bad_words import bad_words_ids
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, Samples, check_samples
 from verl_server.server.generation import Generation
@@ -96,6 +99,7 @@ class TokenizerManager:
         self._on_death = on_death
         self._states: dict[str, ReqState] = {}  # by `req.rid`, the name in scheduler messages
         self._by_rid: dict[str, ReqState] = {}  # by the caller's rid
+        self.arrivals = Arrivals()
         self._serial = itertools.count(1)
         self.controls = ControlCalls(server_args, self._serial, self._encode, self._send)
         self._children: Sequence[Child] = ()
@@ -160,7 +164,8 @@ class TokenizerManager:
     async def submit(self, obj: GenerateReqInput) -> Generation:
         """Tokenize the prompts of a request, and call `submit_read`."""
         self.check_serving()
-        return await self.submit_read(await self.text.read(obj))
+        with self.arrivals.arrive():
+            return await self.submit_read(await self.text.read(obj))
 
     async def submit_read(
         self,
@@ -208,6 +213,11 @@ class TokenizerManager:
         for state in new:
             self._states[state.req.rid] = self._by_rid[state.rid] = state
         generation = Generation(states, read.is_single, self.abandon, self._frame_gap)
+        named = str(read.request.rid)  # the samples of one request may have names of their own
+        aborted = self.arrivals.hand_over({named, *(state.rid for state in new)})
+        for state in new:
+            if not aborted.isdisjoint((named, state.rid)):
+                self._abort_unsent(state)
         try:
             for k, (state, message) in enumerate(zip(states, messages, strict=True)):
                 if k:
@@ -215,7 +225,8 @@ class TokenizerManager:
                 for out in recorded.get(k, ()):
                     if not state.done:
                         state.extend(out, 0)
-                if not state.done:  # a shutdown or the scheduler's death may have ended it between two slices
+                if not state.done:  # an abort or the scheduler's death may have ended it between two slices
+                    state.is_sent = True
                     self._send(message)
         except BaseException:
             generation.close()
@@ -330,15 +341,36 @@ class TokenizerManager:
     def abort_request(self, rid: str = "", abort_all: bool = False) -> bool:
         """Ask the scheduler to end one request or all. Callers get partial output. An unknown `rid` is ignored.
 
-        Return True if any request was running that this concerns.
+        One that has arrived, and that the scheduler does not know yet, ends at its hand-over, without a token. Return
+        True if any request was running that this concerns.
         """
         if abort_all:
+            were_running = bool(self._states)
+            self._abort_all_unsent()
             self._send(self._encode(AbortReq(abort_all=True)))
-            return bool(self._states)
-        if rid in self._by_rid:
-            self._send(self._encode(AbortReq(rid=self._by_rid[rid].req.rid)))
-            return True
-        return False
+            return were_running
+        self.arrivals.abort(rid)
+        state = self._by_rid.get(rid)
+        if state is None:
+            return False
+        if state.is_sent:
+            self._send(self._encode(AbortReq(rid=state.req.rid)))
+        else:
+            self._abort_unsent(state)
+        return True
+
+    def _abort_all_unsent(self) -> None:
+        """End all requests that have arrived, and that the scheduler does not know yet."""
+        self.arrivals.abort_all()
+        for state in [state for state in self._states.values() if not state.is_sent]:
+            self._abort_unsent(state)
+
+    def _abort_unsent(self, state: ReqState) -> None:
+        """End a sample as the scheduler ends one that waits."""
+        state.weight_version = self.controls.weight_version
+        state.finish(FinishReason(type="abort", message="Aborted"))
+        self._forget(state)
+        self.metrics.request_finished(state)
 
     def finish_session(self, session_id: str) -> None:
         """Note that no request continues the session any more. `session_id` is the scheduler's id."""
@@ -355,8 +387,10 @@ class TokenizerManager:
     # -- control --------------------------------------------------------------------------------------------
 
     async def control(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
-        """See `ControlCalls.call` and `check_serving`."""
+        """See `ControlCalls.call` and `check_serving`. A pause that aborts concerns requests that have arrived, too."""
         self.check_serving()
+        if isinstance(req, PauseGenerationReq) and req.mode == "abort":
+            self._abort_all_unsent()
         return await self.controls.call(req, timeout)
 
     @property

@@ -1,0 +1,92 @@
+"""`Arrivals`: aborts that reach requests between their arrival and their hand-over to the scheduler.
+
+A request is read, rendered and tokenized before the scheduler knows it, which takes seconds for many long chats at
+once. An abort of that time names requests that the scheduler cannot find yet. So the arrival of each request has a
+number, each abort notes the last number that it concerns, and the TokenizerManager compares both at the hand-over.
+Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from verl_server.server.routing import route_of
+from verl_server.web.resolver import Found
+
+_NUMBER: ContextVar[int | None] = ContextVar("arrival", default=None)
+"""Number of the arrival of the request that this task serves."""
+_MOST_NAMES = 65536
+"""Most names of aborts that are kept. Beyond it, the oldest are forgotten."""
+
+
+class Arrivals:
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._last = 0
+        self._open: set[int] = set()
+        self._all_until = 0
+        """Requests up to this number were aborted together."""
+        self._until: dict[str, int] = {}
+        """rid -> requests up to this number were aborted if they have it."""
+
+    @contextmanager
+    def arrive(self) -> Iterator[None]:
+        """The request of this task has arrived. An inner call is part of the same request."""
+        if _NUMBER.get() is not None:
+            yield
+            return
+        number = self._last = next(self._numbers)
+        self._open.add(number)
+        token = _NUMBER.set(number)
+        try:
+            yield
+        finally:
+            _NUMBER.reset(token)
+            self._leave(number)
+
+    def hand_over(self, rids: set[str]) -> set[str]:
+        """Return the names among `rids` that were aborted since this task's request arrived: all of them, or some.
+
+        Aborts that follow find the request in the scheduler.
+        """
+        number = _NUMBER.get()
+        if number is None or number not in self._open:
+            return set()
+        aborted = {rid for rid in rids if number <= max(self._all_until, self._until.get(rid, 0))}
+        self._leave(number)
+        return aborted
+
+    def abort_all(self) -> None:
+        self._all_until = self._last
+
+    def abort(self, rid: str) -> None:
+        if self._open:
+            self._until.pop(rid, None)  # the newest names are the last ones
+            self._until[rid] = self._last
+            if len(self._until) > _MOST_NAMES:
+                del self._until[next(iter(self._until))]
+
+    def _leave(self, number: int) -> None:
+        self._open.discard(number)
+        if not self._open:
+            self._until.clear()
+
+
+class ArrivalMiddleware:
+    """Notes the arrival of each generation."""
+
+    def __init__(self, app: ASGIApp, arrivals: Arrivals) -> None:
+        self._app, self._arrivals = app, arrivals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = route_of(scope)
+        if not isinstance(route, Found) or not route.operation.in_session:
+            await self._app(scope, receive, send)
+            return
+        with self._arrivals.arrive():
+            await self._app(scope, receive, send)
