@@ -40,6 +40,7 @@ class Group:
     def __init__(self, trainer: Trainer, rank: int) -> None:
         self.broken, self._trainer, self._rank = "", trainer, rank
         self.windows: list[int] = []
+        self.trainer_is_gone = False
         """The number of tensors in each received window."""
 
     def receive(
@@ -57,6 +58,10 @@ class Group:
             part = names[start : start + step]
             self.windows.append(len(part))
             yield [(name, self._trainer.weights.get(name, torch.ones(1)).clone()) for name in part]
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.broken) or self.trainer_is_gone
 
     def close(self) -> None:
         self.broken = self.broken or "destroyed"
@@ -154,6 +159,23 @@ def test_a_group_that_one_rank_could_not_join_nobody_joined(trainer: Trainer) ->
     trainer.absent_for = []
     assert init(ranks).success
     assert "exists" in init(ranks).message
+
+
+@SIZES
+@pytest.mark.parametrize("end", ["in an update", "between updates"])
+def test_the_next_trainer_joins_in_the_place_of_one_that_is_gone(size: int, end: str, trainer: Trainer) -> None:
+    ranks = served(size, trainer, NBYTES)
+    old = list(trainer.groups)
+    if end == "in an update":
+        trainer.dies_after = 0
+        assert update(ranks).status_code == 500
+        trainer.dies_after = None
+    else:
+        assert "exists" in init(ranks).message, "a living trainer keeps its group"
+        for group in old:
+            group.trainer_is_gone = True
+    assert init(ranks).success and update(ranks, partial=False).success
+    assert ranks.hold(trainer.weights) and all(group.broken for group in old)
 
 
 def test_unknown_groups_and_malformed_lists(trainer: Trainer) -> None:

@@ -39,15 +39,19 @@ class WeightGroups:
         self._budget = ReceiveBudget(server_args.weight_receive_bytes, server_args.control_timeout)
 
     def join(self, req: InitWeightsUpdateGroupReq) -> Done:
-        """Join the trainer's group within `control_timeout` seconds.
+        """Join the trainer's group within `control_timeout` seconds, in place of one whose trainer is gone.
 
-        Raise BadRequestError if the name is taken, WeightUpdateError if the group cannot be joined.
+        Raise BadRequestError if a living group has the name, WeightUpdateError if the group cannot be joined.
         """
         with self._lock:
-            if req.group_name in self._groups:
+            old = self._groups.get(req.group_name)
+            if old is not None and not old.has_ended:
                 raise BadRequestError(
                     f"Failed to initialize custom process group: '{req.group_name}' exists. Destroy it first."
                 )
+            self._groups.pop(req.group_name, None)
+        if old is not None:
+            old.close()
         group = WeightGroup.join(req, self._rank, self._model.device, self._args.control_timeout)
         with self._lock:
             self._groups[req.group_name] = group
@@ -62,7 +66,7 @@ class WeightGroups:
         group.close()
 
     def lost(self, name: str) -> None:
-        """Close a group from which a rank cannot receive any more. Its name stays taken until `destroy`."""
+        """Close a group from which a rank cannot receive any more. The next `join` of its name replaces it."""
         with self._lock:
             group = self._groups.get(name)
         if group is not None:

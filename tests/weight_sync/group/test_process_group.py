@@ -271,6 +271,16 @@ def test_a_trainer_that_dies_before_anything_came(trainer: Trainer) -> None:
     group.close()
 
 
+def test_a_group_knows_that_its_trainer_is_gone(trainer: Trainer) -> None:
+    """Without any receive, so that the next trainer can join."""
+    group = trainer.join()
+    assert not group.has_ended
+    trainer.end()
+    group._lifeline.lost.result(BOUND)
+    assert group.has_ended
+    group.close()
+
+
 def test_a_trainer_that_stalls() -> None:
     member = SilentMember()
     group = WeightGroup("weights", member, Lifeline(), 0.2)

@@ -154,6 +154,11 @@ class WeightGroup:
                 if window.names:
                     yield window.tensors(self._whole(window.nbytes, window.parts(), _named(window), buffers))
 
+    @property
+    def has_ended(self) -> bool:
+        """True if nothing can be received any more: the group broke, or the process that hosts its store ended."""
+        return bool(self.broken) or self._lifeline.lost.done()
+
     def close(self) -> None:
         """Leave the group. Bounded; the other members need not leave at the same time."""
         self.broken = self.broken or "it was destroyed"
