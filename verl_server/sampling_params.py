@@ -56,6 +56,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Largest number of output tokens. 0 only prefills; None generates until the context is full."""
     min_new_tokens: int = 0
     """EOS and `stop_token_ids` cannot be sampled before this many output tokens."""
+    stop_after_min_new_tokens: bool = False
+    """Stop strings and patterns that end within the first `min_new_tokens` tokens do not count, as in vLLM. In SGLang
+    they end the output."""
     temperature: float = 1.0
     """Divisor of the logits. 0 always takes the most likely token (greedy)."""
     top_p: float = 1.0

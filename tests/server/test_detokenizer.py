@@ -10,6 +10,7 @@ from tokenizers.models import BPE
 
 from verl_server.models.tiny import byte_tokenizer
 from verl_server.server.detokenizer import IncrementalDetokenizer, OutputText
+from verl_server.server.stop_regex import StopRegexes
 
 TOKENIZER = byte_tokenizer()
 
@@ -79,6 +80,30 @@ def test_stop_string_is_cut_where_it_starts(text: str, stop: list[str], shown: s
     output.finish()
     assert output.text == shown
     assert decode(used) == consumed
+
+
+@pytest.mark.parametrize(
+    ("text", "goes_on", "stop", "pattern", "shown", "matched"),
+    [
+        ("a.b.c", 0, ["."], None, "a", "."),
+        ("a.b.c", 1, ["."], None, "a", "."),
+        ("a.b.c", 2, ["."], None, "a.b", "."),
+        ("a.b.c", 4, ["."], None, "a.b.c", None),
+        ("a.b.", 4, ["."], None, "a.b.", None),
+        ("xEND", 3, ["END"], None, "x", "END"),  # it ends behind them
+        ("xEND END", 4, ["END"], None, "xEND ", "END"),
+        ("a1b2c", 2, [], "[0-9]", "a1b", "[0-9]"),
+        ("\u00e9\u00e9", 2, ["\u00e9"], None, "\u00e9", "\u00e9"),  # two tokens for each character
+        ("\u00e9", 9, ["\u00e9"], None, "\u00e9", None),
+    ],
+)
+def test_stops_behind_the_first_tokens(
+    text: str, goes_on: int, stop: list[str], pattern: str | None, shown: str, matched: str | None
+) -> None:
+    regexes = StopRegexes([pattern]) if pattern else None
+    output = OutputText(decode, stop, False, regexes, goes_on=goes_on)
+    found = next((m for m in map(output.push, encode(text)) if m), None) or output.finish()
+    assert (output.text, found) == (shown, matched)
 
 
 def test_no_stop_trim_keeps_the_stop_string() -> None:

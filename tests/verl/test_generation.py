@@ -101,6 +101,11 @@ def test_defaults_of_the_rollout_settings() -> None:
     assert request({"ignore_eos": False}, **options)["sampling_params"]["ignore_eos"] is False
 
 
+def test_min_tokens_has_vllms_meaning() -> None:
+    assert request({"min_tokens": 3})["sampling_params"]["stop_after_min_new_tokens"] is True
+    assert "stop_after_min_new_tokens" not in request({"min_new_tokens": 3})["sampling_params"]
+
+
 def test_deterministic_seeds() -> None:
     """Under full determinism the seed depends on the request and the turn, not on the order of arrival."""
 

@@ -54,11 +54,17 @@ class IncrementalDetokenizer:
 class OutputText:
     """The text of one completion, which ends at the first stop string or match of a stop regex.
 
-    If a token completes both, the stop string counts.
+    If a token completes both, the stop string counts. `goes_on`: number of tokens whose text cannot end the output: a
+    stop string must end behind it, and a match of a regex must begin there.
     """
 
     def __init__(
-        self, decode: Decoder, stop: list[str], no_stop_trim: bool, stop_regexes: StopRegexes | None = None
+        self,
+        decode: Decoder,
+        stop: list[str],
+        no_stop_trim: bool,
+        stop_regexes: StopRegexes | None = None,
+        goes_on: int = 0,
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(decode)
         self._stop = stop
@@ -66,6 +72,8 @@ class OutputText:
         self._no_stop_trim = no_stop_trim
         self._longest = max((len(s) for s in stop), default=0)
         self._text = ""
+        self._goes_on = goes_on
+        self._from = 0  # stops count behind this character
         self.matched: str | None = None
         """The stop string or the pattern that ended the output."""
 
@@ -74,7 +82,9 @@ class OutputText:
 
         Add no token after one that completed a stop string or a pattern.
         """
-        return self._add(self._detokenizer.push(token))
+        piece = self._detokenizer.push(token)
+        self._goes_on -= 1
+        return self._add(piece)
 
     def finish(self) -> str | None:
         """Add the text that was held back. Return the stop string or pattern that ends the output, or None."""
@@ -83,14 +93,21 @@ class OutputText:
     def _add(self, piece: str) -> str | None:
         if not piece:
             return None
+        if self._goes_on >= 0:
+            self._text += piece
+            self._from = len(self._text)
+            return None
         start = max(0, len(self._text) - self._longest + 1)
         self._text += piece
-        found = [(at, s) for s in self._stop if (at := self._text.find(s, start)) >= 0]
+        found = [(at, s) for s in self._stop if (at := self._text.find(s, max(start, self._from - len(s) + 1))) >= 0]
         if found:
             at, stop = min(found, key=lambda hit: hit[0])
             self._end(stop, at, at + len(stop))
-        elif self._stop_regexes is not None and (match := self._stop_regexes.search(self._text, len(piece))):
-            self._end(*match)
+        elif self._stop_regexes is not None:
+            counted = self._text[self._from :] if self._from else self._text
+            if (match := self._stop_regexes.search(counted, len(piece))) is not None:
+                pattern, begin, end = match
+                self._end(pattern, self._from + begin, self._from + end)
         return self.matched
 
     def _end(self, matched: str, start: int, end: int) -> None:

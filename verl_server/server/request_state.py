@@ -102,7 +102,13 @@ class ReqState:
         stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
         self._text: OutputText | None = None
         if decode is not None and (stream or stop or stop_regexes is not None):
-            self._text = OutputText(decode, stop, sampling.no_stop_trim, stop_regexes)
+            self._text = OutputText(
+                decode,
+                stop,
+                sampling.no_stop_trim,
+                stop_regexes,
+                goes_on=sampling.min_new_tokens if sampling.stop_after_min_new_tokens else 0,
+            )
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -79,6 +79,8 @@ def _sampling_params(sampling_params: dict[str, Any], options: ServingOptions) -
             raise BadRequestError(f"Sampling parameters {name!r} and {own!r} are the same limit: set only one.")
         if value is not None:
             params[own] = value
+    if params.get("min_new_tokens") and "min_tokens" in sampling_params:  # vLLM's name has vLLM's meaning
+        params.setdefault("stop_after_min_new_tokens", True)
     if params.pop("n", 1) != 1:
         raise BadRequestError("Sampling parameter n must be 1: verl's generate call returns one sample.")
     params.setdefault("repetition_penalty", options.repetition_penalty)

@@ -81,6 +81,8 @@ def test_chosen_candidates(call: Caller) -> None:
         ("allowed_token_ids", [5, 6], "allowed_token_ids", [5, 6]),
         ("bad_words", ["no"], "bad_words", ["no"]),
         ("min_tokens", 3, "min_new_tokens", 3),
+        ("min_tokens", 3, "stop_after_min_new_tokens", True),
+        ("min_tokens", 0, "stop_after_min_new_tokens", False),
         ("seed", 11, "sampling_seed", 11),
         ("stop_regex", "a+", "stop_regex", ["a+"]),
         ("logit_bias", {"7": 1.5}, "logit_bias", {"7": 1.5}),

@@ -103,6 +103,7 @@ def test_vllms_parameters_become_ours(stack: Stack) -> None:
     generate(stack, sampling_params=params)
     sampling = sent(stack).sampling
     assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.temperature) == (4, 1, 0.5)
+    assert sampling.stop_after_min_new_tokens
     assert sampling.top_k > 1 << 20, "top_k=0 is off"
     assert (sampling.top_p, sampling.min_p, sampling.sampling_seed) == (0.9, 0.1, 3)
     assert sampling.no_stop_trim and sampling.stop_token_ids == [9] and sampling.logit_bias == {"4": 1.0}

@@ -75,7 +75,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     """`min_p` of `SamplingParams`."""
     min_tokens: int | None = None
-    """`min_new_tokens` of `SamplingParams`."""
+    """`min_new_tokens` of `SamplingParams`. Stop strings in these tokens do not count, as in vLLM."""
     repetition_penalty: float | None = None
     """`repetition_penalty` of `SamplingParams`."""
     stop_token_ids: list[int] | None = None
@@ -184,6 +184,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
             "top_k": -1 if self.top_k == 0 else self.top_k,
             "min_p": self.min_p,
             "min_new_tokens": self.min_tokens,
+            "stop_after_min_new_tokens": bool(self.min_tokens) or None,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "stop_regex": self.stop_regex,

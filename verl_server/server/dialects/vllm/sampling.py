@@ -73,7 +73,7 @@ class VllmSamplingParams(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     """Largest number of output tokens. Default: as many as the context has room for."""
     min_tokens: int = 0
-    """Smallest number of output tokens before a stop."""
+    """Number of output tokens before which nothing ends the output: no EOS, stop token or stop string."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
@@ -165,6 +165,7 @@ class VllmSamplingParams(msgspec.Struct, kw_only=True):
             "no_stop_trim": self.include_stop_str_in_output,
         }
         others = {
+            "stop_after_min_new_tokens": bool(self.min_tokens) or None,
             "sampling_seed": self.seed,
             "stop": self.stop or None,
             "stop_token_ids": self.stop_token_ids or None,
