@@ -82,6 +82,9 @@ class ServerArgs:
     # -- model ---------------------------------------------------------------------------------------------
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; default: `model_path`."""
+    tokenizer_pipeline: Literal["transformers", "file"] = "transformers"
+    """Where normalizer, pre-tokenizer and decoder come from. transformers: as its tokenizer has them, which for some
+    models (qwen2) are not those of tokenizer.json; a difference is warned of. file: those of tokenizer.json."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer. The server accepts and returns token ids only, and refuses `text` and chat."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from verl_server.errors import ServerLaunchError
 from verl_server.models.tiny import Arch, make_model_folder
 from verl_server.server import tokenizer
-from verl_server.server.tokenizer import ModelText
+from verl_server.server.tokenizer import FastTokens, ModelText
 from verl_server.server_args import ServerArgs
 
 TEXT = "Grüße,  it's 12345 o'clock\n\n<|im_start|>now"
@@ -36,6 +37,31 @@ def test_the_tokenizer_is_autotokenizers(tmp_path: Path, arch: Arch, named: str)
     assert text.decoder()(ids) == theirs.decode(ids, skip_special_tokens=True)
     assert text.tokenizer.eos_token_id == theirs.eos_token_id
     assert text.tokenizer.chat_template == theirs.chat_template
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama"])
+def test_a_pipeline_that_transformers_replaces(tmp_path: Path, arch: Arch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its tokens are used, with a warning that names the file, or those of tokenizer.json if a setting says so."""
+    folder = make_model_folder(tmp_path, arch, weights=False)
+    file = folder / "tokenizer.json"
+    ours = Tokenizer.from_file(str(file))
+    ours.normalizer = normalizers.Lowercase()
+    ours.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    ours.save(str(file))
+    encoded = {}
+    for pipeline in ("transformers", "file"):
+        text = ModelText(ServerArgs(model_path=str(folder), tokenizer_pipeline=pipeline))  # type: ignore[arg-type]
+        caplog.clear()
+        text.load_tokenizer()
+        warned = f"replaced normalizer and pre_tokenizer of {file}" in caplog.text
+        assert warned == (arch == "qwen2" and pipeline == "transformers")
+        assert text.tokenizer_json is not None
+        in_worker = FastTokens.from_json(text.tokenizer_json)
+        assert in_worker.encode(TEXT) == text.encode(TEXT)
+        encoded[pipeline] = text.encode(TEXT)
+    assert encoded["transformers"] == AutoTokenizer.from_pretrained(folder).encode(TEXT)
+    assert encoded["file"] == ours.encode(TEXT).ids
+    assert (encoded["file"] == encoded["transformers"]) == (arch != "qwen2")
 
 
 def test_code_of_a_tokenizer_is_left_to_autotokenizer(tmp_path: Path) -> None:

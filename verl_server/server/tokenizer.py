@@ -18,6 +18,7 @@ from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError, ServerLaunchError
 from verl_server.json_files import convert, read_json
 from verl_server.model_folder import hub_problem, local_folder, resolve_model_folder
+from verl_server.server import tokenizer_pipeline
 from verl_server.server.limits import Limits
 from verl_server.server.text_tools import Decoder, ModelBounds, TextSetup
 from verl_server.server_args import ServerArgs
@@ -231,12 +232,14 @@ def _load_tokenizer(server_args: ServerArgs, source: str) -> Any:
     _check_chat_template(folder / "tokenizer_config.json")
     try:
         kind = _tokenizer_class(folder, server_args.trust_remote_code)
-        return kind.from_pretrained(
+        tokenizer = kind.from_pretrained(
             source,
             revision=server_args.revision,
             trust_remote_code=server_args.trust_remote_code,
             local_files_only=not folder.is_dir() and hub_problem() is not None,
         )
+        tokenizer_pipeline.apply(tokenizer, folder / "tokenizer.json", server_args.tokenizer_pipeline)
+        return tokenizer
     except Exception as error:  # transformers raises many types of errors for a folder without a tokenizer
         raise ServerLaunchError(
             f"No tokenizer could be loaded from {source!r}: {error}\n"
