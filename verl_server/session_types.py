@@ -57,6 +57,8 @@ class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     """Requests that ask for another value: `override` records what they asked for, `refuse` answers 400."""
     seed: int | None = None
     """A turn's own seed depends on this one, on its prompt, and on the number of earlier samples of the prompt."""
+    streaming: bool = False
+    """A `/generate` request whose `session_params` name no request continues the last one, as in SGLang."""
 
 
 class CreatedSession(msgspec.Struct, frozen=True):

@@ -36,7 +36,8 @@ class SessionParams(msgspec.Struct, frozen=True):
     id: str
     """The session, from `/open_session` or `POST /sessions`."""
     rid: str | None = None
-    """`meta_info.id` of the request that is continued. Null: the prompt is the whole prompt."""
+    """`meta_info.id` of the request that is continued. Null: the last one of a session that was opened with
+    `streaming`; in other sessions, the prompt is the whole prompt."""
     offset: int = 0
     """Unless 0: number of tokens of that request, prompt and output, that are kept. Negative: without this many."""
     replace: bool = False

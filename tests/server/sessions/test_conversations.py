@@ -301,6 +301,28 @@ def test_session_params_continue_a_request(stack: Stack) -> None:
     assert "no finished request" in ask([1], rid="unknown").text
 
 
+def test_a_streaming_session_continues_its_last_request(stack: Stack) -> None:
+    """SGLang's sessions that are opened with `streaming` need no names of requests, and others do."""
+
+    def ask(ids: list[int], **params: Any) -> Any:
+        body = {"input_ids": ids, "session_params": {"id": name, **params}}
+        return stack.post("/generate", body, headers={"Authorization": "Bearer owner"}).json()
+
+    helper = Session(stack)
+    for streaming in (True, False):
+        name = f"sgl{streaming}"
+        opened = {"capacity_of_str_len": 9, "session_id": name, "streaming": streaming}
+        assert stack.post("/open_session", opened, headers={"Authorization": "Bearer owner"}).json() == name
+        helper.cuts("one", "two", "three")
+        first = ask([5, 6])
+        second = ask([8], rid=None)
+        history = [5, 6, *first["output_ids"]] if streaming else []
+        assert helper.sent().input_ids == [*history, 8]
+        ask([9], rid=None, drop_previous_output=True)
+        assert helper.sent().input_ids == ([*history, 8, 9] if streaming else [9])
+        assert second["meta_info"]["session"]["parent"] == (0 if streaming else -1)
+
+
 def test_the_trajectory_says_how_each_turn_was_sampled(stack: Stack) -> None:
     session = Session(stack, seed=3, sampling_params={"top_p": 0.5}, forced_sampling_params={"temperature": 0.25})
     session.says("one", '{"a": 1}', "three")

@@ -93,6 +93,7 @@ class SessionLedger:
                 forced=body.forced_sampling_params,
                 forced_mode=body.forced_mode,
                 seed=body.seed,
+                streaming=body.streaming,
             )
         )
         if self.counters is not None:

@@ -58,6 +58,7 @@ class SessionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     forced: dict[str, Any] = {}
     forced_mode: ForcedMode = "override"
     seed: int | None = None
+    streaming: bool = False
 
 
 class BeginRecord(msgspec.Struct, frozen=True, omit_defaults=True):

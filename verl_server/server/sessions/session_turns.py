@@ -94,8 +94,9 @@ class SessionTurns:
         answered = self._answered(request, caller)
         if next is None or continued is not None:
             session = self._ledger.opened(caller, repeats=bool(answered))
-            if continued is not None and continued.rid is not None:
-                next = self._plan_behind(session, caller, read, continued, continued.rid)
+            behind = None if continued is None else self._continued(session, caller, continued, answered)
+            if continued is not None and behind is not None:
+                next = self._plan_behind(session, behind, read, continued)
             else:
                 planned = await plan_ids(session, pack(read.prompts[0]))
                 next = msgspec.structs.replace(planned, text=shape.prompt_text)
@@ -164,11 +165,26 @@ class SessionTurns:
         if named and not caller.is_owner:
             raise BadRequestError(f"{', '.join(named)}: only the owner of a session may set what concerns others.")
 
-    def _plan_behind(
-        self, session: Session | None, caller: SessionCaller, read: ReadRequest, given: SessionParams, rid: str
-    ) -> NextTurn:
-        """Plan the turn that continues the request `rid`, with SGLang's meaning of `offset`."""
-        turn = self._ledger.turn_of(caller, rid)
+    def _continued(
+        self, session: Session | None, caller: SessionCaller, given: SessionParams, answered: list[StoredTurn]
+    ) -> int | None:
+        """Return the turn that a request with SGLang's `session_params` continues, or None if it begins a conversation.
+
+        `answered`: turns of this same request, which comes again. Raise BadRequestError if the turn has not finished.
+        """
+        if given.rid is not None:
+            return self._ledger.turn_of(caller, given.rid)
+        if session is None or not session.record.streaming:
+            return None
+        if session.pending and not answered:
+            raise BadRequestError(
+                f"session_params: the last request of session {session.id}, which is streaming, has not finished."
+            )
+        before = min((turn.turn for turn in answered), default=len(session.turns))
+        return next((i for i in reversed(range(before)) if session.turns[i] is not None), None)
+
+    def _plan_behind(self, session: Session | None, turn: int, read: ReadRequest, given: SessionParams) -> NextTurn:
+        """Plan the turn that continues another, with SGLang's meaning of `offset`."""
         stored = None if session is None else session.turns[turn]
         assert session is not None and stored is not None
         kept = stored.prompt_tokens if given.drop_previous_output else stored.tokens

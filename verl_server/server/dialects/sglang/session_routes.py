@@ -30,6 +30,8 @@ class OpenSessionReq(msgspec.Struct, frozen=True):
     """Default: a random id."""
     timeout: float | None = None
     """Seconds after which the session expires."""
+    streaming: bool = False
+    """`streaming` of `CreateSession`."""
 
 
 class CloseSessionReq(msgspec.Struct, frozen=True):
@@ -52,10 +54,7 @@ class SglangSessionApi:
                 BOTH,
                 access="owner",
                 body=OpenSessionReq,
-                without_effect={
-                    "capacity_of_str_len": _CAPACITY,
-                    "streaming": "a session is continued in the same way with and without it",
-                },
+                without_effect={"capacity_of_str_len": _CAPACITY},
             ),
             Operation("/close_session", self.close_session, BOTH, body=CloseSessionReq, media_types=()),
         ]
@@ -65,7 +64,7 @@ class SglangSessionApi:
         try:
             body = await self._body(request, OpenSessionReq)
             limits = SessionLimits(seconds=body.timeout)
-            session, _ = self._ledger.create(CreateSession(id=body.session_id, limits=limits))
+            session, _ = self._ledger.create(CreateSession(id=body.session_id, limits=limits, streaming=body.streaming))
             await self._ledger.store.flushed()
         except SessionExistsError as error:
             return message_error(BadRequestError(str(error)))
