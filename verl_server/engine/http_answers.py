@@ -20,6 +20,7 @@ from verl_server.engine.base import Result
 from verl_server.engine.http_connection import Answer
 from verl_server.errors import BadRequestError, VerlServerError, error_for_status
 from verl_server.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES, ControlReply
+from verl_server.json_values import dumps
 
 _FAULTS = (
     "ServerDiedError",
@@ -39,7 +40,7 @@ _LONG_PROMPT = 1024
 def encode(body: Any) -> bytes:
     """Return `body` as JSON. Raise BadRequestError for a value that JSON cannot represent."""
     try:
-        return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        return dumps(body)
     except orjson.JSONEncodeError as error:
         raise BadRequestError(f"The request cannot be written as JSON: {error}") from None
 

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
+from verl_server.json_values import dumps
 from verl_server.rollout.env_pool import EnvPool
 from verl_server.rollout.env_socket import serve_socket
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES
@@ -304,4 +305,4 @@ def _failed(identifier: str | int | None, error: JsonRpcError) -> bytes:
 
 
 def _dumped(response: dict[str, Any]) -> bytes:
-    return orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY)
+    return dumps(response)

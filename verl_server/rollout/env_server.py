@@ -25,6 +25,7 @@ from starlette.websockets import WebSocket
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.child_process import ChildProcess
+from verl_server.json_values import dumps
 from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.env_door import EnvDoor, check_address
 from verl_server.rollout.env_factory import EnvFactory
@@ -252,7 +253,7 @@ async def _played(call: Awaitable[dict[str, Any]], kind: str | None = None) -> b
     try:
         data = await call
         answer = data if kind is None else {"type": kind, "data": data}
-        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+        return dumps(answer)
     except EnvMessageError as error:
         logger.warning("%s", error)
         raise

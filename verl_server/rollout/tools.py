@@ -19,6 +19,7 @@ import msgspec
 import orjson
 
 from verl_server.errors import BadRequestError
+from verl_server.json_values import dumps
 from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.env_factory import EnvFactory
 from verl_server.rollout.environment import EnvTimeouts
@@ -251,7 +252,7 @@ def value_text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        return dumps(value).decode()
     except orjson.JSONEncodeError as error:
         message = (
             f"What the tool {name} returned cannot be written as JSON: {error}. Return str, numbers, lists, dicts."

@@ -17,6 +17,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.json_files import decode_json, numbered_lines
+from verl_server.json_values import jsonable
 from verl_server.session_types import PolicyLogprobs
 
 
@@ -314,7 +315,7 @@ def append_jsonl(path: Path, records: Iterable[Any]) -> None:
     """Append one JSON line for each record (a struct or a dict)."""
     with path.open("ab") as file:
         for record in records:
-            file.write(msgspec.json.encode(record) + b"\n")
+            file.write(msgspec.json.encode(record, enc_hook=jsonable) + b"\n")
 
 
 def read_jsonl(path: Path) -> list[Trajectory]:

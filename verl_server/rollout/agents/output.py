@@ -27,6 +27,7 @@ import msgspec
 from verl_server.durable import make_folder, replace_file, write_file
 from verl_server.errors import BadRequestError
 from verl_server.json_files import decode_json, numbered_lines, read_json
+from verl_server.json_values import jsonable
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
 from verl_server.run_output import check_settings, claim_folder, plain, recorded, store_settings
@@ -208,7 +209,9 @@ def settings_id() -> str:
 
 def tasks_digest(tasks: Sequence[AgentTask]) -> str:
     """A digest of all tasks, in order."""
-    return hashlib.blake2b(msgspec.json.encode(list(tasks), order="sorted"), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        msgspec.json.encode(list(tasks), order="sorted", enc_hook=jsonable), digest_size=16
+    ).hexdigest()
 
 
 def line(episode: AgentEpisode, branches: int) -> EpisodeLine:

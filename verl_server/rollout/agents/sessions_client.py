@@ -22,6 +22,7 @@ from verl_server.errors import (
     error_for_status,
 )
 from verl_server.io_struct import INSTANCE_HEADER
+from verl_server.json_values import jsonable
 from verl_server.session_types import (
     CreatedSession,
     CreateSession,
@@ -141,7 +142,7 @@ class SessionsClient:
     async def _sent(
         self, method: str, path: str, kind: type[T], body: Any = None, params: dict[str, str] | None = None
     ) -> T:
-        content = None if body is None else msgspec.json.encode(body)
+        content = None if body is None else msgspec.json.encode(body, enc_hook=jsonable)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             answer = await self._client.request(method, path, content=content, params=params, headers=headers)

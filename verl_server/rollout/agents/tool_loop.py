@@ -21,6 +21,7 @@ import httpx
 
 from verl_server.chat.formats import TOOL_FORMATS
 from verl_server.errors import BadRequestError
+from verl_server.json_values import dumps
 from verl_server.rollout.agents.episode import End
 from verl_server.rollout.agents.gateway import GuardedEnvironment
 from verl_server.rollout.agents.threads import in_thread
@@ -124,7 +125,7 @@ class ToolLoop:
         return offered + [_openai_tool(tool) for tool, _ in self._functions.values()]
 
     def _first_messages(self, task: AgentTask, environment: GuardedEnvironment | None) -> list[dict[str, Any]]:
-        task_text = task.input if isinstance(task.input, str) else json.dumps(task.input)
+        task_text = task.input if isinstance(task.input, str) else dumps(task.input).decode()
         parts = [] if task.input is None else [task_text]
         if environment is not None and environment.observation:
             parts.append(environment.observation)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from verl_server.errors import BadRequestError
+from verl_server.json_values import dumps
 from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnvironment
 
 
@@ -49,4 +49,4 @@ class OpenEnvEnvironment:
 
     def _text(self, observation: dict[str, Any]) -> str:
         value = observation.get(self._observation_key)
-        return value if isinstance(value, str) else json.dumps(observation)
+        return value if isinstance(value, str) else dumps(observation).decode()

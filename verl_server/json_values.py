@@ -1,0 +1,55 @@
+"""Values of users as JSON: what environments, tools and callers return is written, also where JSON has no such type.
+
+`jsonable` is the hook for values that an encoder does not know; `dumps` encodes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+from typing import Any
+
+import msgspec
+import orjson
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as JSON. Raise TypeError, which names the type, for a value that JSON cannot represent."""
+    return orjson.dumps(value, default=jsonable, option=_OPTIONS)
+
+
+def jsonable(value: Any) -> Any:
+    """Return a value of a type that JSON does not have as one that it has. Raise TypeError if there is none.
+
+    Arrays and scalars of torch and numpy become lists and numbers. Ranges, sets (sorted where they can be), tuples and
+    other iterables with a length become lists, mappings and pydantic's models become objects, paths and UTF-8 bytes
+    become texts.
+    """
+    if callable(tolist := getattr(value, "tolist", None)):  # torch and numpy, also what orjson does not read of them
+        return tolist()
+    if callable(dump := getattr(value, "model_dump", None)):
+        return dump(mode="json")
+    if isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value, enc_hook=jsonable)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return _sorted(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode()  # a UnicodeDecodeError is a ValueError, which encoders pass on
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, Iterable) and hasattr(value, "__len__"):
+        return list(value)
+    if type(value).__module__ == "decimal" or type(value).__name__ == "Fraction":
+        return float(value)
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is no type of JSON")
+
+
+def _sorted(values: Iterable[Any]) -> list[Any]:
+    try:
+        return sorted(values)
+    except TypeError:
+        return list(values)
