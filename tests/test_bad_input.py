@@ -276,7 +276,7 @@ def test_wrong_tensor(server: HttpServerEngineAdapter, name: str, tensor: torch.
 
 def test_missing_names(server: HttpServerEngineAdapter) -> None:
     with pytest.raises(WeightUpdateError, match=r"missing: .model\.embed_tokens\.weight"):
-        server.update_weights_from_tensor([(NORM, torch.ones(64))], partial=False)
+        server.update_weights_from_tensor([(NORM, torch.ones(64))])
 
 
 def test_handle_that_lies(server: HttpServerEngineAdapter) -> None:

@@ -59,8 +59,10 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     """The transaction (`BeginWeightUpdateReq`) that this call belongs to."""
     strict_dtype: bool = False
     """Refuse to convert floating dtypes during the copy."""
-    partial: bool = True
-    """False: refuse an update in which a parameter is missing."""
+    partial: bool | None = None
+    """False: refuse (400) an update in which a parameter is missing. True: parameters that are missing keep their
+    values, and the answer names them in `not_covered`. Null: False for `description` and `registration` without a
+    `transaction_id`, True otherwise."""
     allow_nonfinite: bool = False
     """Serve weights that contain NaN or infinity. Otherwise such an update fails (400) and the weights are torn."""
     checksums: dict[str, str] | None = None
@@ -106,8 +108,10 @@ class BeginWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     """Seconds without a call after which the transaction is abandoned: the old weights are served if nothing was
     written, else the weights are torn. Default: `ServerArgs.weight_update_lease`."""
-    full: bool = False
-    """Refuse the end of the transaction while a parameter is missing."""
+    full: bool | None = None
+    """True: refuse the end of the transaction while a parameter is missing. False: parameters that are missing keep
+    their values, and the answer to the end names them in `not_covered`. Null: True for a transaction with an id, False
+    for one without an id, as SGLang's and vLLM's clients open it."""
     mode: UpdateMode = "wait"
     """Treatment of running requests, as in an update."""
     selector: str = "all"
@@ -127,6 +131,9 @@ class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     """No effect; see `UpdateWeightsFromTensorReq`."""
     discard: bool = False
     """Abandon the transaction: the old weights are served if nothing was written, else the weights are torn."""
+    partial: bool = False
+    """End the transaction although parameters are missing: they keep their values. Not possible after a write failed,
+    because then the values are unknown."""
 
 
 class InitWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
@@ -194,7 +201,8 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     strict_dtype: bool = False
     """Refuse to convert floating dtypes during the copy."""
     partial: bool = True
-    """False: refuse an update in which a parameter is missing."""
+    """False: refuse (400) an update in which a parameter is missing. True: parameters that are missing keep their
+    values, and the answer names them in `not_covered`."""
     allow_nonfinite: bool = False
     """Serve weights that contain NaN or infinity. Otherwise such an update fails (400) and the weights are torn."""
 

@@ -122,9 +122,13 @@ def test_wait_lets_running_requests_finish(fresh: Served) -> None:
 
 
 def test_a_transaction_of_single_tensors_is_served_as_a_whole(fresh: Served) -> None:
-    fresh.adapter.begin_weight_update(full=True)
-    for name, tensor in fresh.checkpoints[1].items():
-        fresh.adapter.update_weights_from_tensor([(name, tensor)])
+    fresh.adapter.begin_weight_update()
+    *parts, last = fresh.checkpoints[1].items()
+    for part in parts:
+        fresh.adapter.update_weights_from_tensor([part])
+    with pytest.raises(WeightUpdateError, match=rf"1 parameters are missing \('{last[0]}'\)"):
+        fresh.adapter.end_weight_update(weight_version="whole")
+    fresh.adapter.update_weights_from_tensor([last])
     fresh.adapter.end_weight_update(weight_version="whole")
     assert served_checkpoint(fresh) == 1
     assert fresh.generate(tokens=1)["meta_info"]["weight_version"] == "whole"
@@ -132,7 +136,7 @@ def test_a_transaction_of_single_tensors_is_served_as_a_whole(fresh: Served) -> 
 
 def test_a_discarded_transaction_is_never_served(fresh: Served) -> None:
     names = list(fresh.checkpoints[1])
-    fresh.adapter.begin_weight_update(full=True)
+    fresh.adapter.begin_weight_update()
     fresh.adapter.update_weights_from_tensor([(names[0], fresh.checkpoints[1][names[0]])])
     fresh.adapter.end_weight_update(discard=True)
     with pytest.raises(ServerUnavailableError, match="torn"):
@@ -144,7 +148,7 @@ def test_a_discarded_transaction_is_never_served(fresh: Served) -> None:
 @pytest.mark.parametrize("fault", ["unknown name", "other shape", "missing", "checksum"])
 def test_a_refused_update_changes_nothing(fresh: Served, fault: str) -> None:
     weights = dict(fresh.checkpoints[1])
-    options: dict[str, Any] = {"partial": False}
+    options: dict[str, Any] = {}
     last = next(reversed(weights))
     match fault:
         case "unknown name":
@@ -174,11 +178,13 @@ def test_weights_with_nan_are_not_served(fresh: Served) -> None:
 def test_a_part_of_a_fused_module(fresh: Served) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     update = [(name, fresh.checkpoints[1][name])]
-    if fresh.engine == "embedded":
+    with pytest.raises(WeightUpdateError, match=r"missing: 'model\.embed_tokens\.weight'.*partial=True"):
         fresh.adapter.update_weights_from_tensor(update)
+    if fresh.engine == "embedded":
+        assert "Not covered: " in fresh.adapter.update_weights_from_tensor(update, partial=True)[1]
         return
     with pytest.raises(WeightUpdateError, match=r"as a whole.*k_proj"):
-        fresh.adapter.update_weights_from_tensor(update)
+        fresh.adapter.update_weights_from_tensor(update, partial=True)
     assert served_checkpoint(fresh) == 0
 
 
@@ -213,7 +219,7 @@ def test_weights_from_a_process_group(fresh: Served) -> None:
         for checkpoint in (1, 0):
             broadcast_weights(group, fresh.checkpoints[checkpoint].items(), partial=False)
             assert served_checkpoint(fresh) == checkpoint
-        fresh.adapter.begin_weight_update(full=True)
+        fresh.adapter.begin_weight_update()
         broadcast_weights(group, fresh.checkpoints[1].items(), bucket_bytes=1 << 16)
         fresh.adapter.end_weight_update()
         assert served_checkpoint(fresh) == 1
@@ -238,7 +244,7 @@ def test_experts(served_experts: Served) -> None:
         served_experts.push(i % 2)
         assert served_checkpoint(served_experts) == i % 2
     weights = load_file(served_experts.folders[1] / "model.safetensors")
-    served_experts.adapter.begin_weight_update(full=True)
+    served_experts.adapter.begin_weight_update()
     for name, tensor in weights.items():
         served_experts.adapter.update_weights_from_tensor([(name, tensor)])
     served_experts.adapter.end_weight_update()
@@ -249,8 +255,22 @@ def test_experts_as_transformers_names_them(served_experts: Served) -> None:
     for checkpoint in (0, 1):
         named = list(served_experts.model(checkpoint).named_parameters())
         assert any(name.endswith("experts.gate_up_proj") for name, _ in named)
-        served_experts.adapter.update_weights_from_tensor(named, partial=False)
+        served_experts.adapter.update_weights_from_tensor(named)
         assert served_checkpoint(served_experts) == checkpoint
+
+
+def test_an_expert_is_missing(served_experts: Served) -> None:
+    """A push with all experts but one is refused, whether the experts come one by one or in stacks."""
+    weights = load_file(served_experts.folders[1] / "model.safetensors")
+    lost = next(name for name in reversed(weights) if ".experts." in name)
+    del weights[lost]
+    before = served_checkpoint(served_experts)
+    with pytest.raises(WeightUpdateError, match=rf"lacks 1 of \d+; missing: '{lost}'"):
+        served_experts.adapter.update_weights_from_tensor(list(weights.items()))
+    named = [p for p in served_experts.model(1).named_parameters() if not p[0].endswith("0.mlp.experts.gate_up_proj")]
+    with pytest.raises(WeightUpdateError, match=r"missing: 'model\.layers\.0\.mlp\.experts\.0\."):
+        served_experts.adapter.update_weights_from_tensor(named)
+    assert served_checkpoint(served_experts) == before
 
 
 def _state(served: Served) -> dict[str, Any]:

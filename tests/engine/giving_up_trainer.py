@@ -20,7 +20,9 @@ def main(url: str, how: str, parameter: str, size: str) -> None:
         engine.register_weights(named)
 
     def push() -> tuple[bool, str]:
-        return engine.push_weights() if how == "registered" else engine.update_weights_from_tensor(named)
+        if how == "registered":
+            return engine.push_weights(partial=True)
+        return engine.update_weights_from_tensor(named, partial=True)
 
     print("ready", flush=True)
     sys.stdin.readline()

@@ -143,7 +143,13 @@ def test_weights_memory_and_cache(face: EngineBase, tiny_llama: Path) -> None:
     norm = torch.tensor(face.get_weights_by_name("model.norm.weight"))
     version = face.get_model_info()["weight_version"]
     before = face.generate("hi", GREEDY)
-    assert face.update_weights_from_tensor([("model.norm.weight", norm + 1)], weight_version="pushed")[0]
+    changed = [("model.norm.weight", norm + 1)]
+    with pytest.raises(WeightUpdateError, match=r"missing: 'model\.embed_tokens\.weight', .* partial=True"):
+        face.update_weights_from_tensor(changed, weight_version="pushed")
+    assert face.get_model_info()["weight_version"] == version
+    assert face.generate("hi", GREEDY)["output_ids"] == before["output_ids"]
+    done, message = face.update_weights_from_tensor(changed, weight_version="pushed", partial=True)
+    assert done and "Not covered: " in message and "model.embed_tokens.weight" in message
     assert torch.allclose(torch.tensor(face.get_weights_by_name("model.norm.weight")), norm + 1)
     after = face.generate("hi", GREEDY)
     assert after["meta_info"]["weight_version"] == face.get_model_info()["weight_version"] == "pushed" != version

@@ -118,7 +118,7 @@ def test_heal_loads_the_folder_of_the_newest_update_again(server: Server, engine
 
 def test_a_push_that_misses_parameters_does_not_heal_unasked(server: Server, engine: HttpServerEngineAdapter) -> None:
     engine.register_weights(TENSORS[:3])
-    engine.push_weights(7)
+    engine.push_weights(7, partial=True)
     server.restart()
     with pytest.raises(WeightUpdateError, match="misses parameters"):
         engine.heal()

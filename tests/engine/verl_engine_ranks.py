@@ -129,12 +129,13 @@ class Bench:
         assert result["meta_info"]["weight_version"] == "3"
 
     def check_local_serialized_tensors_one_by_one(self) -> None:
-        """Push one tensor for each call, with handles made by the caller, and flush once at the end."""
+        """Push one tensor for each call, with handles made by the caller, as SGLang's trainers do: partial updates."""
         self.train(4)
         for name, parameter in self.trainer.named_parameters():
             ((_, local),) = describe_tensors([(name, parameter)])
             mine = LocalSerializedTensor(values=[local.get(0)])
-            self.engine.update_weights_from_tensor([(name, mine)], flush_cache=False)
+            _, message = self.engine.update_weights_from_tensor([(name, mine)], flush_cache=False)
+            assert "Not covered: " in message
         assert self.engine.flush_cache() is not False
         self.expect_parity()
 
@@ -187,10 +188,28 @@ class Bench:
 
     def check_each_server_rank_reads_its_trainer_rank(self) -> None:
         mine = torch.full((64, 64), 1.0 + self.rank)
-        self.engine.update_weights_from_tensor([(O_PROJ, mine)])
+        self.engine.update_weights_from_tensor([(O_PROJ, mine)], partial=True)
         (row,) = self.engine.get_weights_by_name(O_PROJ, truncate_size=1)
         assert row == [1.0] * 32 + [2.0] * 32, row
         self.engine.update_weights_from_tensor(self.trainer.named_parameters())
+        self.expect_parity()
+
+    def check_a_push_that_lacks_parameters(self) -> None:
+        """It is refused on every rank, and nothing is written. A transaction of two parts is whole."""
+        engine, named = self.engine, list(self.trainer.named_parameters())
+        parts = [[pair for pair in named if ("norm" in pair[0]) == is_norm] for is_norm in (False, True)]
+        version = engine.get_server_info()["weight_version"]
+        self.expect_error(
+            WeightUpdateError, "missing: 'model.layers.0", lambda: engine.update_weights_from_tensor(parts[0])
+        )
+        assert engine.get_server_info()["weight_version"] == version
+        self.expect_parity()
+        engine.begin_weight_update()
+        engine.update_weights_from_tensor(parts[0])
+        self.expect_error(WeightUpdateError, "parameters are missing", engine.end_weight_update)
+        engine.update_weights_from_tensor(parts[1])
+        assert "Not covered" not in engine.end_weight_update()[1]
+        assert "Not covered: " in engine.update_weights_from_tensor(parts[1], partial=True)[1]
         self.expect_parity()
 
     def check_errors_reach_every_rank(self) -> None:
@@ -314,6 +333,7 @@ EVERY_CHECK = (
     "fsdp2_trainer",
     "tensor_parallel_trainer",
     "each_server_rank_reads_its_trainer_rank",
+    "a_push_that_lacks_parameters",
     "errors_reach_every_rank",
     "release_and_resume",
     "pause_abort_continue",
@@ -398,10 +418,10 @@ def run_replicas(bench: Bench) -> None:
         assert urls[0] == urls[1] != urls[2] == urls[3], urls
         value = torch.full((64,), float(10 + bench.rank // 2))
         push = bench.engine.update_weights_from_tensor
-        push([("model.norm.weight", value)])
+        push([("model.norm.weight", value)], partial=True)
         assert bench.engine.get_weights_by_name("model.norm.weight", 3) == [10.0 + bench.rank // 2] * 3
         slices = distribute_tensor(value.clone(), mesh, [Replicate(), Shard(0)])  # `distribute_tensor` writes to it
-        push([("model.norm.weight", slices)], weight_version="shards of this replica")
+        push([("model.norm.weight", slices)], weight_version="shards of this replica", partial=True)
         assert bench.engine.get_weights_by_name("model.norm.weight", 1) == [10.0]
         ((name, local),) = describe_tensors([("model.norm.weight", value)])
         push([(name, LocalSerializedTensor(values=[local.get(0)]))])

@@ -285,7 +285,7 @@ def test_a_rank_that_only_owns_memory_is_stopped_during_the_copy(served: Served,
 
 @on_tp(1)
 def test_a_missing_name(served: Served, trainer: Ranks) -> None:
-    trainer.call("update", seed=2, without="model.norm.weight", partial=False)
+    trainer.call("update", seed=2, without="model.norm.weight")
     expect_error(trainer.answers(), WeightUpdateError, "missing: 'model.norm.weight'")
     served.expect(1)
     trainer.done("push", seed=2)
@@ -325,7 +325,7 @@ def test_a_copy_that_fails_half_way_on_one_rank(served: Served, trainer: Ranks) 
         held.go("fail")
         expect_error(trainer.answers(), VerlServerError, "a fault that a test made")
     served.judge.expect_refused(served.engine, "torn")
-    trainer.call("update", seed=2, without="model.norm.weight")
+    trainer.call("update", seed=2, without="model.norm.weight", partial=True)
     assert not any(answer.error for answer in trainer.answers())
     served.judge.expect_refused(served.engine, "model.norm.weight")
     trainer.done("push", seed=3)
@@ -349,7 +349,7 @@ def test_two_writers_one_after_the_other(served: Served, trainer: Ranks) -> None
 
 @on_tp(2)
 def test_a_second_writer_during_a_transaction(served: Served, trainer: Ranks) -> None:
-    transaction = served.engine.begin_weight_update("mine", full=True)
+    transaction = served.engine.begin_weight_update("mine")
     for kind in ("push", "update"):
         trainer.call(kind, seed=2)
         expect_error(trainer.answers(), UpdateConflictError, f"'{transaction}' is open")

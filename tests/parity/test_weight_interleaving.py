@@ -190,12 +190,12 @@ class Player:
 
     def push_some(self) -> None:
         new, label, mode = self._new(self._some()), self._label(), self._mode()
-        self.engine.update_weights_from_tensor(new.items(), weight_version=label, mode=mode)
+        self.engine.update_weights_from_tensor(new.items(), weight_version=label, mode=mode, partial=True)
         self._note(label, new, mode)
 
     def transaction(self) -> None:
         mode = self.rng.choice(["wait", "in_place", "retract"])
-        self.engine.begin_weight_update(full=self.rng.random() < 0.3, mode=mode)  # type: ignore[arg-type]
+        self.engine.begin_weight_update(full=self.rng.choice([None, True, False]), mode=mode)  # type: ignore[arg-type]
         self.ask()
         brings: Weights = {}
         for _ in range(self.rng.randint(0, 3)):
@@ -211,7 +211,7 @@ class Player:
                 self._heal()
             return
         try:
-            self.engine.end_weight_update(weight_version=label)
+            self.engine.end_weight_update(weight_version=label, partial=self.rng.random() < 0.4)
         except WeightUpdateError:
             rest = self._new([name for name in self.served if name not in brings])
             self.engine.update_weights_from_tensor(rest.items())
@@ -226,7 +226,7 @@ class Player:
             {"named_tensors": [("no.such.weight", torch.ones(4))]},
             {"named_tensors": [(first, torch.ones(3, 3))]},
             {"named_tensors": [(first, torch.ones(self.served[first].shape, dtype=torch.int64))]},
-            {"named_tensors": list(self._new([first]).items()), "partial": False},
+            {"named_tensors": list(self._new([first]).items())},
             {"named_tensors": list(self._new([first]).items()), "checksums": {first: "0" * 64}},
             {"named_tensors": list(self._new().items()), "transaction_id": "nobody's"},
         ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.weight_sync.described import Trainer, described
-from tests.weight_sync.fakes import EMBED, NORM, SHAPES, Q, Ranks, random_weights
+from tests.weight_sync.fakes import EMBED, NORM, O_PROJ, SHAPES, K, Q, Ranks, random_weights
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
@@ -39,12 +39,17 @@ def push(ranks: Ranks, weights: dict[str, torch.Tensor], **options: Any) -> Any:
     return ranks.handle(UpdateWeightsFromTensorReq(description=description, **options))
 
 
+def part(ranks: Ranks, weights: dict[str, torch.Tensor], **options: Any) -> Any:
+    """Push in the transaction that `begin` opened."""
+    return push(ranks, weights, transaction_id="t", **options)
+
+
 def begin(ranks: Ranks, **options: Any) -> Any:
-    return ranks.handle(BeginWeightUpdateReq(**options))
+    return ranks.handle(BeginWeightUpdateReq(**({"transaction_id": "t"} | options)))
 
 
 def end(ranks: Ranks, **options: Any) -> Any:
-    return ranks.handle(EndWeightUpdateReq(**options))
+    return ranks.handle(EndWeightUpdateReq(**({"transaction_id": "t"} | options)))
 
 
 def some(weights: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
@@ -67,10 +72,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, call: Any) -> Any:
 @SIZES
 def test_many_calls_are_one_version(ranks: Ranks) -> None:
     new, epoch = random_weights(1), ranks.updaters[0].epoch
-    assert begin(ranks, full=True).success
+    assert begin(ranks).success
     assert ranks.updaters[0].epoch == epoch and ranks.refusal is None
     for name in SHAPES:
-        reply = push(ranks, some(new, name))
+        reply = part(ranks, some(new, name))
         assert reply.success and reply.message == "Success" and "weight_version" not in reply.payload
         assert ranks.version == "1" and "has not ended" in (ranks.refusal or "")
     reply = end(ranks)
@@ -80,33 +85,61 @@ def test_many_calls_are_one_version(ranks: Ranks) -> None:
 
 @SIZES
 def test_the_newest_label_of_its_calls_counts_unless_the_end_brings_one(ranks: Ranks) -> None:
-    begin(ranks)
-    push(ranks, some(random_weights(1), NORM), weight_version="a")
-    push(ranks, some(random_weights(1), Q), weight_version="b")
+    begin(ranks, full=False)
+    part(ranks, some(random_weights(1), NORM), weight_version="a")
+    part(ranks, some(random_weights(1), Q), weight_version="b")
     assert end(ranks).success and ranks.version == "b"
-    begin(ranks)
-    push(ranks, some(random_weights(2), NORM), weight_version="c")
+    begin(ranks, full=False)
+    part(ranks, some(random_weights(2), NORM), weight_version="c")
     assert end(ranks, weight_version="d").success and ranks.version == "d"
 
 
 @SIZES
-def test_a_partial_transaction_over_whole_weights_serves(ranks: Ranks) -> None:
-    begin(ranks)
-    push(ranks, some(random_weights(1), NORM, Q))
-    assert end(ranks).success
+@pytest.mark.parametrize("way", ["full=False", "partial=True", "no id"])
+def test_a_partial_transaction_over_whole_weights_serves(ranks: Ranks, way: str) -> None:
+    """A transaction is whole unless its begin or its end says otherwise, or it has no id, as SGLang opens it."""
+    begin(ranks, **{"full=False": {"full": False}, "no id": {"transaction_id": None}}.get(way, {}))
+    push(ranks, some(random_weights(1), NORM, Q), partial=True)
+    reply = end(ranks, partial=way == "partial=True")
+    assert reply.success and "Not covered: 3 of 5 parameters" in reply.message
+    assert reply.payload["not_covered"] == {"count": 3, "names": [EMBED, K, O_PROJ]}
     assert ranks.state == "serving" and ranks.hold(random_weights(0) | some(random_weights(1), NORM, Q))
 
 
 @SIZES
-def test_a_full_transaction_cannot_end_before_everything_was_brought(ranks: Ranks) -> None:
+@pytest.mark.parametrize("options", [{}, {"full": True}, {"full": True, "transaction_id": None}])
+def test_a_transaction_cannot_end_before_everything_was_brought(ranks: Ranks, options: dict[str, Any]) -> None:
+    """A refused end leaves the transaction open, and names what to do: bring the rest, or end it in another way."""
     new = random_weights(1)
-    begin(ranks, full=True)
-    push(ranks, some(new, EMBED, Q))
+    begin(ranks, **options)
+    part(ranks, some(new, EMBED, Q))
     reply = end(ranks)
-    assert reply.status_code == 400 and "3 parameters are missing" in reply.message and NORM in reply.message
+    assert reply.status_code == 400 and "3 parameters are missing" in reply.message and f"'{NORM}'" in reply.message
+    assert "partial=True" in reply.message and "discard=True" in reply.message
     assert ranks.state == "torn" and ranks.version == "1"
-    push(ranks, {name: w for name, w in new.items() if name not in (EMBED, Q)})
-    assert end(ranks).success and ranks.hold(new)
+    part(ranks, {name: w for name, w in new.items() if name not in (EMBED, Q)})
+    reply = end(ranks)
+    assert reply.success and reply.payload["not_covered"] == {"count": 0, "names": []}
+    assert ranks.hold(new) and ranks.state == "serving" and ranks.version == "2"
+
+
+@SIZES
+def test_a_whole_transaction_that_wrote_nothing_does_not_end(ranks: Ranks) -> None:
+    """A trainer whose iterator was empty did not push the version that it names."""
+    begin(ranks)
+    assert end(ranks, weight_version="7").status_code == 400 and ranks.version == "1"
+    reply = end(ranks, weight_version="7", partial=True)
+    assert reply.success and reply.payload["not_covered"] == {"count": 5, "names": list(SHAPES)}
+    assert ranks.version == "7" and ranks.hold(random_weights(0)) and ranks.refusal is None
+
+
+@SIZES
+def test_a_refused_end_may_be_followed_by_a_discard(ranks: Ranks) -> None:
+    begin(ranks)
+    part(ranks, some(random_weights(1), NORM))
+    assert end(ranks).status_code == 400
+    assert end(ranks, discard=True).success and ranks.state == "torn"
+    assert push(ranks, random_weights(2)).success and ranks.hold(random_weights(2)) and ranks.refusal is None
 
 
 @SIZES
@@ -114,9 +147,9 @@ def test_a_full_transaction_cannot_end_before_everything_was_brought(ranks: Rank
 def test_a_discarded_transaction_is_torn_if_it_wrote_and_nothing_else(ranks: Ranks, wrote: bool) -> None:
     epoch = ranks.updaters[0].epoch
     begin(ranks)
-    assert push(ranks, {"no.such": torch.ones(1)}).status_code == 400, "a refused call writes nothing"
+    assert part(ranks, {"no.such": torch.ones(1)}).status_code == 400, "a refused call writes nothing"
     if wrote:
-        push(ranks, some(random_weights(1), NORM))
+        part(ranks, some(random_weights(1), NORM))
     assert end(ranks, discard=True).success
     assert (ranks.state, ranks.updaters[0].epoch) == (("torn", epoch + 1) if wrote else ("serving", epoch))
     assert ranks.version == "1" and (wrote or ranks.hold(random_weights(0)))
@@ -129,12 +162,14 @@ def test_a_write_that_failed_makes_the_transaction_bring_everything(
 ) -> None:
     new = random_weights(1)
     begin(ranks)
-    push(ranks, some(new, EMBED))
-    assert fail_once(monkeypatch, ranks, lambda: push(ranks, some(new, NORM))).status_code == 500
-    push(ranks, some(new, NORM))
-    reply = end(ranks)
-    assert reply.status_code == 400 and "a write failed" in reply.message and EMBED in reply.message
-    push(ranks, new)
+    part(ranks, some(new, EMBED))
+    assert fail_once(monkeypatch, ranks, lambda: part(ranks, some(new, NORM))).status_code == 500
+    part(ranks, some(new, NORM))
+    for partial_end in (False, True):
+        reply = end(ranks, partial=partial_end)
+        assert reply.status_code == 400 and "a write failed" in reply.message and EMBED in reply.message
+        assert "partial=True" not in reply.message, "nobody knows the values of what was not written again"
+    part(ranks, new)
     assert end(ranks).success and ranks.hold(new) and ranks.refusal is None
 
 
@@ -144,14 +179,14 @@ def test_a_transaction_brings_not_loaded_weights_back_in_parts(ranks: Ranks) -> 
     ranks.handle(ReleaseMemoryOccupationReq(tags=["weights"]))
     assert begin(ranks).status_code == 400, "there is no memory to write to"
     ranks.handle(ResumeMemoryOccupationReq(tags=["weights"]))
-    begin(ranks)
-    push(ranks, some(new, EMBED, Q))
+    begin(ranks, full=False)
+    part(ranks, some(new, EMBED, Q))
     reply = end(ranks)
     assert reply.success and "Not serving yet: update the remaining 3 of 5" in reply.message
     assert ranks.state == "not_loaded"
     begin(ranks)
-    push(ranks, {name: w for name, w in new.items() if name not in (EMBED, Q)})
-    assert end(ranks).success and ranks.state == "serving" and ranks.hold(new)
+    part(ranks, {name: w for name, w in new.items() if name not in (EMBED, Q)})
+    assert end(ranks, partial=True).success and ranks.state == "serving" and ranks.hold(new)
 
 
 @SIZES
@@ -166,7 +201,7 @@ def test_weights_that_a_backup_restored_serve_as_before(ranks: Ranks) -> None:
     assert (ranks.state, ranks.version, ranks.refusal) == ("serving", "v1", None)
     assert ranks.updaters[0].epoch > epoch
     ranks.handle(WeightsCheckerReq(action="reset_tensors"))
-    push(ranks, some(random_weights(2), NORM))
+    push(ranks, some(random_weights(2), NORM), partial=True)
     ranks.handle(ReleaseMemoryOccupationReq(tags=["weights"]))
     ranks.handle(ResumeMemoryOccupationReq(tags=["weights"]))
     assert ranks.state == "torn" and "remaining 4 of 5" in (ranks.refusal or ""), (
@@ -252,8 +287,10 @@ def test_a_push_by_id_must_be_what_it_claims(ranks: Ranks) -> None:
     trainer, _ = described({NORM: torch.ones(4, dtype=torch.float64)})
     register(ranks, trainer, "r")
     assert by_id(ranks, "r", partial=False).status_code == 400
-    assert by_id(ranks, "r", strict_dtype=True).status_code == 400
-    assert ranks.hold(random_weights(0)) and by_id(ranks, "r").success
+    assert by_id(ranks, "r", partial=True, strict_dtype=True).status_code == 400
+    refused = by_id(ranks, "r")
+    assert refused.status_code == 400 and f"'{EMBED}'" in refused.message and "partial=True" in refused.message
+    assert ranks.hold(random_weights(0)) and ranks.version == "1" and by_id(ranks, "r", partial=True).success
     assert register(ranks, trainer, "s", strict_dtype=True).status_code == 400
 
 
@@ -306,14 +343,16 @@ def test_any_sequence_of_transactions_serves_one_version_or_refuses(seed: int, m
     meant = random_weights(0)
     push(ranks, meant)
     transaction: set[str] | None = None
-    full = failed = False
+    full: bool | None = None
+    failed = False
     unwritten: set[str] = set()
     for step in range(150):
         version, weights = ranks.version, random_weights(step + 1)
         names = dice.sample(list(SHAPES), dice.randint(1, len(SHAPES)))
         match dice.choice(["push", "push", "bad", "torn", "begin", "end", "end", "discard"]):
             case "push":
-                assert push(ranks, some(weights, *names)).success
+                how = {"partial": True} if transaction is None else {"transaction_id": "t"}
+                assert push(ranks, some(weights, *names), **how).success
                 meant |= some(weights, *names)
                 if transaction is None:
                     unwritten -= set(names)
@@ -322,7 +361,7 @@ def test_any_sequence_of_transactions_serves_one_version_or_refuses(seed: int, m
             case "bad":
                 assert push(ranks, some(weights, *names) | {"no": torch.ones(1)}).status_code == 400
             case "torn":
-                reply = fail_once(monkeypatch, ranks, partial(push, ranks, some(weights, *names)))
+                reply = fail_once(monkeypatch, ranks, partial(push, ranks, some(weights, *names), partial=True))
                 assert reply.status_code == 500
                 meant |= some(weights, *names)
                 if transaction is None:
@@ -330,11 +369,12 @@ def test_any_sequence_of_transactions_serves_one_version_or_refuses(seed: int, m
                 else:
                     transaction, failed = set(), True
             case "begin" if transaction is None:
-                full, failed, transaction = dice.random() < 0.5, False, set()
+                full, failed, transaction = dice.choice([None, True, False]), False, set()
                 assert begin(ranks, full=full).success
             case "end" if transaction is not None:
-                missing = set(SHAPES) - transaction if full or failed else set()
-                assert end(ranks).success == (not missing)
+                partly = dice.random() < 0.3
+                missing = set(SHAPES) - transaction if failed or (full is not False and not partly) else set()
+                assert end(ranks, partial=partly).success == (not missing)
                 if not missing:
                     assert (ranks.version != version) == bool(transaction)
                     unwritten = set() if failed else unwritten - transaction

@@ -208,7 +208,7 @@ class Book:
             if req.discard:
                 self.lose_transaction()
             else:
-                self._on_end(reply)
+                self._on_end(req, reply)
         elif isinstance(req, ReleaseMemoryOccupationReq):
             self._on_release(req.tags or ["weights", "kv_cache"])
         elif isinstance(req, ResumeMemoryOccupationReq):
@@ -228,6 +228,8 @@ class Book:
         assert not reply.success or not is_bad or req.allow_nonfinite, "NaN or infinity would be served"
         self.meant |= brings
         names = set(brings)
+        is_whole = names == set(SHAPES)
+        assert is_whole or req.partial or req.transaction_id is not None, "nobody said that the update is partial"
         if not reply.success:
             self.torn += 1
             if self.transaction is None:
@@ -237,13 +239,24 @@ class Book:
         elif self.transaction is None:
             self.unwritten -= names
             self.version = reply.payload["weight_version"]
+            self._check_coverage(reply, names)
         else:
             assert "weight_version" not in reply.payload
             self.transaction_wrote |= names
 
-    def _on_end(self, reply: ControlReply) -> None:
+    def _check_coverage(self, reply: ControlReply, written: set[str]) -> None:
+        """Assert that the reply to a new version names the parameters that it did not bring."""
+        rest = [name for name in SHAPES if name not in written]
+        assert reply.payload["not_covered"] == {"count": len(rest), "names": rest}
+        assert ("Not covered" in reply.message) == (bool(rest) and bool(written))
+
+    def _on_end(self, req: EndWeightUpdateReq, reply: ControlReply) -> None:
         assert self.transaction is not None
-        if self.transaction.full or self.transaction_failed:
+        self._check_coverage(reply, self.transaction_wrote)
+        full = self.transaction.full
+        if full is None:
+            full = self.transaction.transaction_id is not None
+        if (full and not req.partial) or self.transaction_failed:
             assert self.transaction_wrote == set(SHAPES), "the transaction ended with parameters missing"
         self.unwritten -= self.transaction_wrote
         self.version = reply.payload["weight_version"]
@@ -471,7 +484,9 @@ class Monkey:
         """Return random fields. Most requests during a transaction name it, as those of a well-behaved client do."""
         transaction, rng = self.book.transaction, self.rng
         mine = transaction.transaction_id if transaction is not None and rng.random() < 0.85 else None
-        return {"mode": rng.choice(["wait", "in_place", "retract", "abort"]), "transaction_id": mine}
+        partial = rng.choice([None, True, True])
+        mode = rng.choice(["wait", "in_place", "retract", "abort"])
+        return {"mode": mode, "transaction_id": mine, "partial": partial}
 
     def _new(self) -> Weights:
         self.made += 1
@@ -529,7 +544,9 @@ class Monkey:
         name = self.rng.choice([None, f"s{self.serial}"])
         self.send(
             BeginWeightUpdateReq(
-                transaction_id=name, full=self.rng.random() < 0.3, mode=self.rng.choice(["wait", "in_place", "retract"])
+                transaction_id=name,
+                full=self.rng.choice([None, True, False]),
+                mode=self.rng.choice(["wait", "in_place", "retract"]),
             )
         )
 
@@ -537,7 +554,9 @@ class Monkey:
         name = self.book.transaction.transaction_id if self.book.transaction is not None else None
         if self.rng.random() < 0.1:
             name = "another"
-        self.send(EndWeightUpdateReq(transaction_id=name, discard=self.rng.random() < 0.2))
+        self.send(
+            EndWeightUpdateReq(transaction_id=name, discard=self.rng.random() < 0.2, partial=self.rng.random() < 0.3)
+        )
 
     def _pause(self) -> None:
         if self.rng.random() < 0.3:

@@ -149,6 +149,7 @@ class HttpServerEngineAdapter(EngineBase):
         self._generation: GenerateTransport = self._transport
         self._attached: AttachedServer | None = None
         """The server if it is one of another project."""
+        self._said_unchecked = False
         self._last_disk: UpdateWeightsFromDiskReq | None = None
         """The newest update if it was from disk, else None."""
 
@@ -241,6 +242,14 @@ class HttpServerEngineAdapter(EngineBase):
     ) -> tuple[bool, str]:
         if self._attached is None:
             return super()._push_named(named_tensors, mapping, req)
+        if req.partial is None and not self._said_unchecked:
+            self._said_unchecked = True
+            logger.warning(
+                "%s at %s does not say which parameters it has: nothing checks that pushes to it are whole. (With "
+                "partial=True there is no warning.)",
+                self._attached.name,
+                self.url,
+            )
         pairs = named_tensors if mapping is None else (pair for given in named_tensors for pair in mapping(*given))
         reply = self._attached.push(pairs, req, self._control_timeout)
         if reply.success:

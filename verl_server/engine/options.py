@@ -76,7 +76,9 @@ class TensorUpdateOptions(UpdateOptions, total=False):
     strict_dtype: bool
     """Refuse to convert floating dtypes during the copy."""
     partial: bool
-    """False: refuse an update in which a parameter is missing. Default: True."""
+    """True: parameters that are missing keep their values, and the answer names them. False: an update in which a
+    parameter is missing raises WeightUpdateError and writes nothing. Default: False, but True in a transaction, whose
+    end checks all calls together, for `LocalSerializedTensor`s, and for tensors of a process group."""
 
 
 class PushOptions(TensorUpdateOptions, total=False):

@@ -286,7 +286,7 @@ class VerlEngine:
         transaction_id: str | None = None,
         *,
         lease_seconds: float | None = None,
-        full: bool = False,
+        full: bool | None = None,
         mode: UpdateMode = "wait",
     ) -> str:
         """Open a transaction and return the transaction's id; see `EngineWeights.begin_weight_update`."""
@@ -301,6 +301,7 @@ class VerlEngine:
         weight_version: str | None = None,
         flush_cache: bool = True,
         discard: bool = False,
+        partial: bool = False,
     ) -> tuple[bool, str]:
         """Close the transaction; see `EngineWeights.end_weight_update`."""
         return self._forward_update(
@@ -309,6 +310,7 @@ class VerlEngine:
             weight_version=weight_version,
             flush_cache=flush_cache,
             discard=discard,
+            partial=partial,
         )
 
     def init_weights_update_group(

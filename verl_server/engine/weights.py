@@ -74,7 +74,8 @@ class EngineWeights(abc.ABC):
         before the call returns. From the second push of the same tensors on, the server keeps the memory open and this
         process does not free it: call `unregister_weights` before you free or offload CUDA memory.
         `mapping(name, tensor)` returns the tensors or `TensorShard`s, under the server's names, for one of
-        `named_tensors`.
+        `named_tensors`. Every parameter must be among them, unless `partial=True`, a transaction is open, or they are
+        `LocalSerializedTensor`s.
         """
         return self._push_named(named_tensors, mapping, push_request(load_format, flush_cache, weight_version, options))
 
@@ -103,7 +104,7 @@ class EngineWeights(abc.ABC):
         """Copy the current values of the registered weights into the served weights.
 
         Storage that has moved since the registration is registered again. `version` is the label of the new weights;
-        default: the next integer.
+        default: the next integer. The weights must contain every parameter, unless `partial=True`.
         """
         req = push_request(None, flush_cache, version, options)
         result: tuple[bool, str] = self._weight_pusher().push(lambda push: self.send_update(push, req))
@@ -178,7 +179,7 @@ class EngineWeights(abc.ABC):
         """Make the server receive tensors that rank 0 of the group broadcasts in the order of `names`.
 
         `dtypes` are torch dtypes or their names. The call blocks until the weights are served, so rank 0 broadcasts in
-        another thread.
+        another thread. Parameters may be missing, unless `partial=False`; the message then names them.
         """
         check_names(options, TensorUpdateOptions, "update_weights_from_distributed")
         req = UpdateWeightsFromDistributedReq(
@@ -200,15 +201,15 @@ class EngineWeights(abc.ABC):
         transaction_id: str | None = None,
         *,
         lease_seconds: float | None = None,
-        full: bool = False,
+        full: bool | None = None,
         mode: UpdateMode = "wait",
     ) -> str:
         """Open a transaction and return the transaction's id.
 
         All update calls of this engine belong to the transaction until `end_weight_update`. The server runs no
-        generation step during the transaction. With `full`, `end_weight_update` raises an error while a parameter is
-        missing. The server abandons the transaction after `lease_seconds` (default: `ServerArgs.weight_update_lease`)
-        without a call; the next call then raises UpdateConflictError.
+        generation step during the transaction. `end_weight_update` raises an error while a parameter is missing, unless
+        `full` is False. The server abandons the transaction after `lease_seconds` (default:
+        `ServerArgs.weight_update_lease`) without a call; the next call then raises UpdateConflictError.
         """
         transaction_id = transaction_id or uuid.uuid4().hex
         req = BeginWeightUpdateReq(transaction_id=transaction_id, lease_seconds=lease_seconds, full=full, mode=mode)
@@ -223,17 +224,19 @@ class EngineWeights(abc.ABC):
         weight_version: str | None = None,
         flush_cache: bool = True,
         discard: bool = False,
+        partial: bool = False,
     ) -> tuple[bool, str]:
         """Close the transaction: serve its updates as one new version or, with `discard`, abandon the transaction.
 
-        If parameters are missing from a `full` transaction, the call raises WeightUpdateError and the transaction stays
-        open.
+        If parameters are missing, the call raises WeightUpdateError and the transaction stays open: push them and end
+        it again, or discard it. With `partial`, they keep their values instead, and the message names them.
         """
         req = EndWeightUpdateReq(
             transaction_id=transaction_id or self._transaction,
             weight_version=weight_version,
             flush_cache=flush_cache,
             discard=discard,
+            partial=partial,
         )
         ours, self._transaction = self._transaction, None
         try:

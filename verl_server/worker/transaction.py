@@ -10,6 +10,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from verl_server.errors import WeightUpdateError
+from verl_server.weight_sync.receiver.names import listed
+
+_END_AS_IT_IS = "end it with partial=True to leave them as they are, "
 State = Literal["serving", "torn", "not_loaded", "asleep"]
 
 
@@ -24,7 +28,7 @@ class Transaction:
     unwritten: Collection[str]
     """Parameters that, before the first write, were missing for the weights to serve."""
     full: bool = False
-    """True if the caller promised to push every parameter."""
+    """True if every parameter must be pushed before the transaction can end."""
     label: str | None = None
     """Version label of the newest call that had one."""
     touched: bool = False
@@ -44,11 +48,26 @@ class Transaction:
         self.touched = self.failed = True
         self.written = {}
 
-    def missing(self, parameters: Iterable[str]) -> list[str]:
-        """Return those of `parameters` that must be written before the transaction can end."""
-        if not (self.full or self.failed):
+    def not_covered(self, parameters: Collection[str]) -> list[str]:
+        """Return those of the model's `parameters` that were not written since the last failure."""
+        if len(self.written) == len(parameters):
             return []
         return [name for name in parameters if name not in self.written]
+
+    def check_end(self, parameters: Collection[str], *, partial: bool) -> None:
+        """Raise WeightUpdateError if some of the model's `parameters` must be written before the transaction can end.
+
+        `partial`: the end permits that parameters are missing.
+        """
+        must_be_whole = self.failed or (self.full and not partial)
+        missing = self.not_covered(parameters) if must_be_whole else []
+        if missing:
+            reason, remedy = ("a write failed, and ", "") if self.failed else ("", _END_AS_IT_IS)
+            raise WeightUpdateError(
+                f"The transaction cannot end: {reason}{len(missing)} parameters are missing ({listed(missing)}). Push "
+                f"them and end it again, {remedy}or discard it (discard=True). Generation waits until then, or until "
+                "the lease ends."
+            )
 
     def still_unwritten(self) -> list[str]:
         """Return the parameters that must still be written after the transaction before the weights can serve."""

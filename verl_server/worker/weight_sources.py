@@ -131,7 +131,7 @@ class WeightSources:
                 give_back(handle.allocation for _, handle in self._parsed(req))
 
     def _tensors(self, req: UpdateWeightsFromTensorReq) -> UpdatePlan:
-        strict, partial, checksums = req.strict_dtype, req.partial, req.checksums
+        strict, partial, checksums = req.strict_dtype, _may_be_partial(req), req.checksums
         if req.registration is not None:
             plan = self.registered(req)
             plan.verify(checksums or {})
@@ -161,7 +161,7 @@ class WeightSources:
                 f"No weights are registered under '{req.registration}'. The server drops a registration when it "
                 "releases its weights, or when the owner of the memory ends. Send their description."
             )
-        plan.check(strict_dtype=req.strict_dtype, partial=req.partial)
+        plan.check(strict_dtype=req.strict_dtype, partial=_may_be_partial(req))
         return plan
 
     def _checkpoint(self, req: UpdateWeightsFromDiskReq) -> UpdatePlan:
@@ -190,6 +190,18 @@ class WeightSources:
 def needs_staging(req: StagedReq) -> bool:
     """Return True unless `req` is a push by id without checksums, whose plan exists."""
     return not (isinstance(req, UpdateWeightsFromTensorReq) and req.registration is not None and not req.checksums)
+
+
+def _may_be_partial(req: UpdateWeightsFromTensorReq) -> bool:
+    """Return True if parameters may be missing from an update: its caller says so, or it is a part by its nature.
+
+    Parts are the calls of a transaction, whose end checks all of them, and handles of single tensors, which SGLang's
+    and vLLM's trainers send as they come. A description is of all that a trainer has.
+    """
+    if req.partial is not None:
+        return req.partial
+    is_described = req.description is not None or req.registration is not None
+    return req.transaction_id is not None or not is_described
 
 
 def _check_source(req: UpdateWeightsFromTensorReq, size: int) -> None:

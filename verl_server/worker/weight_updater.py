@@ -50,6 +50,7 @@ from verl_server.weight_requests import (
     WeightReq,
     WeightsCheckerReq,
 )
+from verl_server.weight_sync.receiver.names import bounded
 from verl_server.worker.agreement import agree
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import discard
@@ -183,7 +184,8 @@ class WeightUpdater:
         payload: dict[str, Any] = {"num_tensors": len(names), "seconds": seconds}
         if self._transaction is not None:
             return "Success", payload
-        return self._settle(transaction), payload | {"weight_version": self.version}
+        message, settled = self._settle(transaction)
+        return message, payload | settled
 
     def _write(
         self, transaction: Transaction, req: UpdateReq, prepared: Prepared | None, seconds: dict[str, Any]
@@ -247,8 +249,9 @@ class WeightUpdater:
         if nonfinite:
             logger.warning("Weights with NaN or infinity are served (allow_nonfinite): %s", _listed(nonfinite))
 
-    def _settle(self, transaction: Transaction) -> str:
-        """Make the written weights the new version. Return the message of the reply."""
+    def _settle(self, transaction: Transaction) -> tuple[str, dict[str, Any]]:
+        """Make the written weights the new version. Return the message, and what the reply says of the version."""
+        not_covered = transaction.not_covered(self._model.weight_map.slots)
         self._unwritten = transaction.still_unwritten() if not transaction.failed else ()
         self.state = transaction.state if self._unwritten else "serving"
         self._torn_by = transaction.torn_by
@@ -256,9 +259,12 @@ class WeightUpdater:
         self._label(transaction.label or str(self._newest_number + 1))
         logger.debug("Weights are now version %s: %d parameters", self.version, len(transaction.written))
         message = f"Success Weight version updated to {self.version}."
+        if not_covered:
+            total = len(self._model.weight_map.slots)
+            message += f" Not covered: {len(not_covered)} of {total} parameters ({_listed(not_covered)})."
         if self._unwritten:
             message += f" Not serving yet: {self._still_unwritten()}"
-        return message
+        return message, {"weight_version": self.version, "not_covered": bounded(not_covered)}
 
     def _new_transaction(self) -> Transaction:
         return Transaction(self.state, self._torn_by, self._unwritten)
@@ -266,7 +272,7 @@ class WeightUpdater:
     def _begin(self, req: BeginWeightUpdateReq) -> Outcome:
         self._need_weights("updated")
         self._transaction = self._new_transaction()
-        self._transaction.full = req.full
+        self._transaction.full = req.transaction_id is not None if req.full is None else req.full
         return "Success", None
 
     def _end(self, req: EndWeightUpdateReq) -> Outcome:
@@ -279,20 +285,23 @@ class WeightUpdater:
             self.epoch += 1
             self._tear("a transaction wrote some parameters and was discarded")
             return f"Success The weights are torn: {self._still_unwritten()}", None
-        missing = transaction.missing(self._model.weight_map.slots)
-        if missing:
-            raise WeightUpdateError(
-                f"The transaction cannot end: {'a write failed, and ' if transaction.failed else ''}{len(missing)} "
-                f"parameters are missing ({_listed(missing)}). Push them and end it again, or discard it."
-            )
-        self._need_whole_modules(list(transaction.written))
+
+        def check() -> None:
+            transaction.check_end(self._model.weight_map.slots, partial=req.partial)
+            self._need_whole_modules(list(transaction.written))
+
+        agree(self._tp, check)
         transaction.label = req.weight_version or transaction.label
         self._transaction = None
+        payload: dict[str, Any] = {"num_tensors": len(transaction.written)}
         if transaction.touched:
-            return self._settle(transaction), {"weight_version": self.version, "num_tensors": len(transaction.written)}
+            message, settled = self._settle(transaction)
+            return message, payload | settled
         if transaction.label is not None:
             self._label(transaction.label)
-        return "Success The transaction wrote nothing.", {"weight_version": self.version, "num_tensors": 0}
+        not_covered = bounded(list(self._model.weight_map.slots))
+        payload |= {"weight_version": self.version, "not_covered": not_covered}
+        return "Success The transaction wrote nothing.", payload
 
     def _need_loader(self) -> None:
         loader = self._model.weight_map.loader

@@ -13,7 +13,7 @@ from verl_server.engine.base import Result
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.results import GenerateResult, ModelInfo, ServerInfo
-from verl_server.weight_requests import UpdateReq, UpdateWeightsFromTensorReq
+from verl_server.weight_requests import UpdateReq, UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq
 
 if TYPE_CHECKING:
     import torch
@@ -60,12 +60,9 @@ def refuse_options(req: UpdateReq, server: str) -> None:
     """Raise BadRequestError for an option of an update that a server of another project would ignore."""
     if req.transaction_id is not None:
         raise BadRequestError(f"{server} has no transactions: make one update call with all tensors.")
-    if isinstance(req, UpdateWeightsFromTensorReq):
-        unknown = {
-            "checksums": bool(req.checksums),
-            "strict_dtype": req.strict_dtype,
-            "partial=False": not req.partial,
-            "load_format": req.load_format not in (None, "auto"),
-        }
+    if isinstance(req, UpdateWeightsFromTensorReq | UpdateWeightsFromDistributedReq):
+        unknown = {"strict_dtype": req.strict_dtype, "partial=False": req.partial is False}
+        if isinstance(req, UpdateWeightsFromTensorReq):
+            unknown |= {"checksums": bool(req.checksums), "load_format": req.load_format not in (None, "auto")}
         for name in (name for name, is_set in unknown.items() if is_set):
             raise BadRequestError(f"{server} cannot honor {name}: leave the option unset, or use verl-server.")

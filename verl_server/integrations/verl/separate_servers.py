@@ -85,7 +85,7 @@ class SeparateServers:
         return self.engine
 
     def update_weights_from_tensor(
-        self, named_tensors: Iterable[Named], *, weight_version: str | None = None, partial: bool = True
+        self, named_tensors: Iterable[Named], *, weight_version: str | None = None
     ) -> tuple[bool, str]:
         """Copy the tensors of all ranks into the weights of all servers. Return (True, "").
 
@@ -96,8 +96,8 @@ class SeparateServers:
             named = [(name, tensor) for name, tensor in named if isinstance(tensor, DTensor)]
 
         def send(push: Push) -> None:
-            self._servers.broadcast(named, weight_version, partial)
-            self._servers.send(push, weight_version, partial)
+            self._servers.broadcast(named, weight_version)
+            self._servers.send(push, weight_version)
 
         self._pusher.update(named, None, send)
         return True, ""
@@ -162,16 +162,15 @@ class ServerSet:
         """Close the transaction of every server; see `EngineWeights.end_weight_update`."""
         self._each(self._all, lambda engine: engine.end_weight_update(weight_version=weight_version, discard=discard))
 
-    def send(self, push: Push, version: str | None, partial: bool) -> None:
+    def send(self, push: Push, version: str | None) -> None:
         """Send an update to every server that reads memory."""
-        req = push_request(None, True, version, {"partial": partial})
+        req = push_request(None, True, version, {})
         self._each(self._readers, lambda engine: engine.send_update(push.for_readers(engine.server_args.tp_size), req))
 
-    def broadcast(self, named: list[Named], version: str | None, partial: bool) -> None:
-        """Send full tensors to every other server."""
+    def broadcast(self, named: list[Named], version: str | None) -> None:
+        """Send full tensors to every other server. The end of the transaction checks that none is missing."""
         if self._group is not None:
-            options = {"weight_version": version, "partial": partial}
-            broadcast_weights(self._group, named, bucket_bytes=self._bucket_bytes, **options)
+            broadcast_weights(self._group, named, bucket_bytes=self._bucket_bytes, weight_version=version)
 
     def unregister(self, registrations: list[str], timeout: float | None = None) -> None:
         """Make every server close registered memory."""

@@ -45,7 +45,7 @@ class UpdatedEngine(Protocol):
         """The connection to the servers, on the rank that has it."""
 
     def update_weights_from_tensor(
-        self, named_tensors: Iterable[Named], *, weight_version: str | None = ..., partial: bool = ...
+        self, named_tensors: Iterable[Named], *, weight_version: str | None = ...
     ) -> Any: ...
 
     def unregister_weights(self) -> None: ...
@@ -95,7 +95,7 @@ class WeightPush:
         if isinstance(weights, ShardedWeights) and self._can_read_shards():
             if weights.stay_in_place:
                 pairs = list(weights.shards)
-                self._engine.update_weights_from_tensor(pairs, weight_version=version, partial=False)
+                self._engine.update_weights_from_tensor(pairs, weight_version=version)
                 return
             weights = weights.shards
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
 from verl_server.errors import WeightUpdateError
 from verl_server.models.loader import WeightMap
@@ -92,6 +93,20 @@ def listed(names: Sequence[str]) -> str:
     """Names for an error, however many and however long they are."""
     rest = len(names) - _LISTED
     return ", ".join(f"'{_cut(name)}'" for name in names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def bounded(names: Sequence[str]) -> dict[str, Any]:
+    """{"count": number of names, "names": the first of them} for an answer, however many and however long they are."""
+    return {"count": len(names), "names": [_cut(name) for name in names[:_LISTED]]}
+
+
+def lacking(missing: Sequence[str], total: int) -> str:
+    """The message of the refusal of an update that must be whole. `total`: number of the model's parameters."""
+    return (
+        f"The update does not cover every parameter: it lacks {len(missing)} of {total}; missing: {listed(missing)}. "
+        "Push every parameter, pass partial=True to leave the others as they are, or push in parts inside a "
+        "transaction (begin_weight_update). A checkpoint must be whole."
+    )
 
 
 def _trained(name: str) -> str:

@@ -17,7 +17,7 @@ from verl_server.models.loader import WeightMap
 from verl_server.weight_sync.checksum import tensor_checksums
 from verl_server.weight_sync.copying.fused_copy import CopyPlan
 from verl_server.weight_sync.receiver.boxes import common_box, index_in, indexed_box
-from verl_server.weight_sync.receiver.names import listed
+from verl_server.weight_sync.receiver.names import lacking, listed
 from verl_server.weight_sync.receiver.open_memory import FLOATING, HeldMemory
 from verl_server.weight_sync.receiver.sources import Source
 
@@ -96,7 +96,7 @@ class UpdatePlan:
     def check(self, *, strict_dtype: bool, partial: bool) -> None:
         """Raise WeightUpdateError if it is not what a request asks for."""
         if not partial and self.missing:
-            raise WeightUpdateError(f"The update does not cover every parameter; missing: {listed(self.missing)}.")
+            raise WeightUpdateError(lacking(self.missing, len(self._map.slots)))
         if strict_dtype and self._converted:
             raise WeightUpdateError(f"{self._converted[0]}, and strict_dtype=True.")
 

@@ -80,7 +80,7 @@ _PLAIN_REQS: tuple[type[ControlReq], ...] = (
     DestroyWeightsUpdateGroupReq,
 )
 """Requests whose route only sends the struct to the scheduler and returns {"success", "message"}."""
-_PAYLOAD_KEYS = ("weight_version", "num_tensors", "lease_seconds", "registration", "seconds")
+_PAYLOAD_KEYS = ("weight_version", "num_tensors", "not_covered", "lease_seconds", "registration", "seconds")
 """Further keys of such a response, if the scheduler's reply has them."""
 
 
@@ -153,6 +153,7 @@ class ControlApi:
 
         async def change_weights(request: Request) -> Response:
             """Return {"success", "message"} and, if the scheduler returned them, "weight_version", "num_tensors",
+            "not_covered" ({"count", "names"} of the parameters that a new version did not bring, at most 8 names),
             "lease_seconds", "registration" and "seconds"."""
             reply = await self._control(request, await self._parse(request, kind, carries_tensors=True))
             payload = reply.payload if isinstance(reply.payload, dict) else {}

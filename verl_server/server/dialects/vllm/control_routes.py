@@ -197,22 +197,24 @@ class VllmControlApi:
 
     async def update_weights(self, request: Request) -> Response:
         """Return {"message"} for `update_info`, {"status": "ok"} for `weight_dir`. After `/init_broadcaster`, the
-        weights are received from the trainer, and `weight_dir` is not read."""
+        weights are received from the trainer, and `weight_dir` is not read. With `update_info` outside
+        `/start_weight_update` there is "not_covered", too; see `/finish_weight_update`."""
         body = await self._parse(request, VllmUpdateWeightsReq)
         of_prime_rl = body.weight_dir is not None or self._transfer.has_broadcaster
         if (body.update_info is not None) == of_prime_rl:
             raise BadRequestError("The body needs either `update_info` (vLLM) or `weight_dir` (prime-rl).")
         if body.update_info is not None:
-            await self._transfer.update(self._carry_out(request), body.update_info)
-            return json_response({"message": "Weights updated"})
+            coverage = await self._transfer.update(self._carry_out(request), body.update_info)
+            return json_response({"message": "Weights updated"} | coverage)
         await self._transfer.update_from_path(self._carry_out(request), body.weight_dir)
         return json_response({"status": "ok"})
 
     async def finish_weight_update(self, request: Request) -> Response:
-        """Return {"message"}. What was written since `/start_weight_update` is one new version."""
+        """Return {"message", "not_covered"}. What was written since `/start_weight_update` is one new version.
+        `not_covered` has the number and the first names of the parameters that were not written."""
         body = await self._parse(request, FinishWeightUpdateReq)
-        await self._transfer.finish(self._carry_out(request), body.weight_version)
-        return json_response({"message": "Weight update finished"})
+        coverage = await self._transfer.finish(self._carry_out(request), body.weight_version)
+        return json_response({"message": "Weight update finished"} | coverage)
 
     async def reload_weights(self, request: Request) -> Response:
         """Return {"status": "ok"}, when the weights of the server's start are loaded again."""

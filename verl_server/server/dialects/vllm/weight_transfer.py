@@ -141,9 +141,9 @@ class WeightTransfer:
         """Open a transaction. Running requests finish first, unless generation is paused."""
         await carry_out(BeginWeightUpdateReq())
 
-    async def finish(self, carry_out: CarryOut, weight_version: str | None) -> None:
-        """Close the transaction: what was written becomes one new version."""
-        await carry_out(EndWeightUpdateReq(weight_version=weight_version))
+    async def finish(self, carry_out: CarryOut, weight_version: str | None) -> dict[str, Any]:
+        """Close the transaction: what was written becomes one new version. Return what the answer says of it."""
+        return _coverage(await carry_out(EndWeightUpdateReq(weight_version=weight_version)))
 
     async def update_from_path(self, carry_out: CarryOut, path: str | None) -> None:
         """Carry out prime-rl's update: receive what the trainer broadcasts, or load the folder `path` without a group.
@@ -167,8 +167,11 @@ class WeightTransfer:
             raise BadRequestError("The path of the weights is missing. Without /init_broadcaster, a folder is loaded.")
         await carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
 
-    async def update(self, carry_out: CarryOut, raw: Any) -> None:
-        """Write tensors into the weights. Outside a transaction, the update is a version of its own."""
+    async def update(self, carry_out: CarryOut, raw: Any) -> dict[str, Any]:
+        """Write tensors into the weights. Outside a transaction, the update is a version of its own.
+
+        Return what the answer says of this version.
+        """
         info = _converted("update_info", raw, UpdateInfo)
         if info.ipc_handles is not None:
             raise BadRequestError("update_info.ipc_handles is not JSON: send ipc_handles_pickled.")
@@ -180,15 +183,14 @@ class WeightTransfer:
                 handles=info.ipc_handles_pickled,
                 sizes=info.tensor_sizes,
             )
-            await carry_out(UpdateWeightsFromTensorReq(ipc_handles=handles))
-            return
+            return _coverage(await carry_out(UpdateWeightsFromTensorReq(ipc_handles=handles)))
         if self._init.master_address is None:
             raise BadRequestError(
                 "Weight transfer is not initialized: call /init_weight_transfer_engine with the trainer's address, or "
                 "send ipc_handles_pickled."
             )
         packed = info.packed if info.packed is not None else bool(self._init.packed)
-        await carry_out(
+        reply = await carry_out(
             UpdateWeightsFromDistributedReq(
                 names=info.names,
                 dtypes=info.dtype_names,
@@ -198,6 +200,13 @@ class WeightTransfer:
                 packed_buffer_size_bytes=info.packed_buffer_size_bytes or self._init.packed_buffer_size_bytes,
             )
         )
+        return _coverage(reply)
+
+
+def _coverage(reply: ControlReply) -> dict[str, Any]:
+    """{"not_covered"} of a reply with a new version: vLLM's trainers may push a part of the parameters."""
+    payload = reply.payload if isinstance(reply.payload, dict) else {}
+    return {"not_covered": payload["not_covered"]} if "not_covered" in payload else {}
 
 
 def _converted(name: str, raw: Any, kind: type[S]) -> S:
