@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests import fork_server
 from tests.backends.served import ENGINES, Served
@@ -25,6 +27,7 @@ from verl_server.models.tiny import make_model_folder
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 INSTALLED = ["embedded", *(name for name in ENGINES if importlib.util.find_spec(name))]
+UNREAD = "model.layers.0.self_attn.rotary_emb.inv_freq"
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"arch": "qwen3", "head_dim": 32, "max_position_embeddings": 8192},
     "qwen3_moe": {
@@ -40,11 +43,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
-    """Two checkpoints of each model."""
-    return {
+    """Two checkpoints of each model. Those of the model with experts also have a tensor that vLLM does not read."""
+    found = {
         name: [make_model_folder(tmp_path_factory.mktemp(name), seed=seed, **shape) for seed in (0, 9)]
         for name, shape in MODELS.items()
     }
+    for folder in found["qwen3_moe"]:
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | {UNREAD: torch.ones(16)}, file, {"format": "pt"})
+    return found
 
 
 @pytest.fixture(scope="session", params=[(engine, "qwen3") for engine in INSTALLED], ids=lambda param: "-".join(param))

@@ -38,11 +38,12 @@ class Weights:
                 source, size = req.model_path, PARAMETERS
         if not source:
             return io.ControlReply(id=req.id, success=True)
-        if size < PARAMETERS and not getattr(req, "partial", True):
+        if size < PARAMETERS and not req.partial:
             return io.ControlReply(id=req.id, success=False, message="it misses parameters", status_code=400)
         self.version += 1
         self.sources.append(source)
-        payload = {"weight_version": req.weight_version or str(self.version), "num_tensors": size}
+        coverage = {"count": PARAMETERS - size, "names": []}
+        payload = {"weight_version": req.weight_version or str(self.version), "not_covered": coverage}
         return io.ControlReply(id=req.id, success=True, message="done", payload=payload)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -88,11 +88,19 @@ class WeightMap:
     """Names under which several slots may come as one tensor."""
     loader: WholeTensorLoader | None = None
     """Installs some of the tensors in place of pieces, for an engine that arranges its weights itself."""
+    unserved: frozenset[str] = frozenset()
+    """Slots that the model reads on no rank, such as layers of the checkpoint that the engine leaves out. An update may
+    bring them, and is whole without them."""
 
     def add(self, slots: Iterable[WeightSlot]) -> None:
         for slot in slots:
             assert slot.name not in self.slots, slot.name
             self.slots[slot.name] = slot
+
+    @property
+    def parameters(self) -> Collection[str]:
+        """The names that a whole update brings, in model order: one for each slot that is served."""
+        return [name for name in self.slots if name not in self.unserved] if self.unserved else self.slots
 
     def canonical(self, name: str) -> str:
         return self.aliases.get(name, name)
@@ -132,9 +140,9 @@ class WeightMap:
         ]
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """The parameters that `names` does not contain."""
+        """The parameters of a whole update that `names` does not contain."""
         given = {self.canonical(n) for n in names}
-        return [n for n in self.slots if n not in given]
+        return [n for n in self.parameters if n not in given]
 
 
 def _shifted(index: Index, within: Index) -> Index:

@@ -160,7 +160,7 @@ def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunne
         "max_running_requests": runner.max_rows,
         "chunked_prefill_size": server_args.prefill_chunk(runner.device.type),
         "vocab_size": runner.vocab_size,
-        "num_parameters": len(runner.weight_map.slots),
+        "num_parameters": len(runner.weight_map.parameters),
         "device": str(runner.device),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "weight_version": worker.weights.version,

@@ -55,8 +55,6 @@ class ControlCalls:
         self.weights_confirmed = False
         """True once an update has written every parameter, or the owner has accepted the weights that the server loaded
         at its start (`accept_restart`). Clients that know an earlier run of this server wait until this is True."""
-        self.num_parameters = 0
-        """Number of named parameters of the model; 0 until the scheduler is ready."""
         self.model_path = server_args.model_path
         """Folder of the weights that were loaded last."""
         self._control_timeout = server_args.control_timeout
@@ -161,7 +159,7 @@ class ControlCalls:
             self._transaction_end = time.monotonic() + float(payload["lease_seconds"])
         if "weight_version" in payload:
             self.weight_version = str(payload["weight_version"])
-            self.weights_confirmed |= payload.get("num_tensors", 0) >= self.num_parameters
+            self.weights_confirmed |= payload.get("not_covered", {}).get("count") == 0
 
     def _note_pause(self, mode: str) -> None:
         if self.pause is None:

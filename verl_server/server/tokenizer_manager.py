@@ -120,7 +120,6 @@ class TokenizerManager:
         self.scheduler_info = scheduler_info
         self._text = TextService(self.server_args, model_text, scheduler_info)
         self.controls.weight_version = scheduler_info.get("weight_version", self.controls.weight_version)
-        self.controls.num_parameters = int(scheduler_info["num_parameters"])
         self._children = children
         self.run_sync(self._start_tasks(), timeout=30)
 

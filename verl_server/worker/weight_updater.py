@@ -251,7 +251,7 @@ class WeightUpdater:
 
     def _settle(self, transaction: Transaction) -> tuple[str, dict[str, Any]]:
         """Make the written weights the new version. Return the message, and what the reply says of the version."""
-        not_covered = transaction.not_covered(self._model.weight_map.slots)
+        not_covered = transaction.not_covered(self._model.weight_map.parameters)
         self._unwritten = transaction.still_unwritten() if not transaction.failed else ()
         self.state = transaction.state if self._unwritten else "serving"
         self._torn_by = transaction.torn_by
@@ -260,7 +260,7 @@ class WeightUpdater:
         logger.debug("Weights are now version %s: %d parameters", self.version, len(transaction.written))
         message = f"Success Weight version updated to {self.version}."
         if not_covered:
-            total = len(self._model.weight_map.slots)
+            total = len(self._model.weight_map.parameters)
             message += f" Not covered: {len(not_covered)} of {total} parameters ({_listed(not_covered)})."
         if self._unwritten:
             message += f" Not serving yet: {self._still_unwritten()}"
@@ -287,7 +287,7 @@ class WeightUpdater:
             return f"Success The weights are torn: {self._still_unwritten()}", None
 
         def check() -> None:
-            transaction.check_end(self._model.weight_map.slots, partial=req.partial)
+            transaction.check_end(self._model.weight_map.parameters, partial=req.partial)
             self._need_whole_modules(list(transaction.written))
 
         agree(self._tp, check)
@@ -299,7 +299,7 @@ class WeightUpdater:
             return message, payload | settled
         if transaction.label is not None:
             self._label(transaction.label)
-        not_covered = bounded(list(self._model.weight_map.slots))
+        not_covered = bounded(list(self._model.weight_map.parameters))
         payload |= {"weight_version": self.version, "not_covered": not_covered}
         return "Success The transaction wrote nothing.", payload
 
@@ -319,7 +319,7 @@ class WeightUpdater:
 
     def _tear(self, reason: str) -> None:
         self.state, self._torn_by = "torn", reason
-        self._unwritten = self._model.weight_map.slots
+        self._unwritten = self._model.weight_map.parameters
 
     def _label(self, version: str) -> None:
         """Set the version. Default labels follow the largest number so far, so that no label is used twice."""
@@ -342,7 +342,7 @@ class WeightUpdater:
             )
 
     def _still_unwritten(self) -> str:
-        names, total = list(self._unwritten), len(self._model.weight_map.slots)
+        names, total = list(self._unwritten), len(self._model.weight_map.parameters)
         return f"update the remaining {len(names)} of {total} parameters ({_listed(names)})."
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class WeightUpdater:
                 if everywhere and self._before_sleep is not None:
                     self.state, self._unwritten = self._before_sleep
                 else:
-                    self.state, self._unwritten = "not_loaded", self._model.weight_map.slots
+                    self.state, self._unwritten = "not_loaded", self._model.weight_map.parameters
             elif tag == "kv_cache":
                 self._resume_all(memory.resume_kv_cache, memory.release_kv_cache)
             else:

@@ -78,6 +78,6 @@ class WorkerCommands:
             epoch=weights.epoch,
             released=weights.released,
             refusal=weights.refusal(),
-            num_parameters=len(self._model.weight_map.slots),
+            num_parameters=len(self._model.weight_map.parameters),
             registrations=weights.registrations,
         )

@@ -53,8 +53,9 @@ class ServedModel:
         if not is_dummy:
             check_tied(aliases, folder)  # vLLM leaves the head of a tied pair out in silence
         first = {} if is_dummy else live.digests()
+        self._unserved: frozenset[str] = frozenset()
         self._loader = self._proved_loader(slots, tp)
-        self.weight_map = WeightMap(slots, aliases, expert_stacks(slots), self._loader)
+        self.weight_map = WeightMap(slots, aliases, expert_stacks(slots), self._loader, self._unserved)
         self._install(dummy_tensors(slots, live.device) if is_dummy else iter_checkpoint(folder))
         if differing := self._differing(first):
             self._loader.unproved = (
@@ -70,6 +71,8 @@ class ServedModel:
     def _proved_loader(self, slots: dict[str, WeightSlot], tp: TpGroup) -> LayerwiseLoader:
         """Give slots their pieces, and return the loader of the others. All ranks load the same tensors.
 
+        Note the tensors that vLLM reads on no rank, such as layers for the prediction of several tokens.
+
         Leaves codes instead of weights in the model.
         """
         live = self._live
@@ -83,9 +86,8 @@ class ServedModel:
         loader = LayerwiseLoader(live, groups)
         prove(live, plan, slots, loader.load)
         copied = plan.pieces()
-        mine = [name for name in groups if name not in copied]
-        decoded = [msgspec.msgpack.decode(data, type=list[str]) for data in tp.gather(msgspec.msgpack.encode(mine))]
-        loader.names = frozenset(name for names in decoded for name in names)
+        loader.names = frozenset[str]().union(*_of_all_ranks(tp, [name for name in groups if name not in copied]))
+        self._unserved = frozenset(slots).difference(*_of_all_ranks(tp, list(groups)))
         for name in loader.names & groups.keys():
             plan.reload(groups[name], "it is reloaded on another rank")
         for name, pieces in plan.pieces().items():
@@ -113,6 +115,11 @@ class ServedModel:
     def _differing(self, first: dict[str, str]) -> list[str]:
         now = self._live.digests() if first else {}
         return [name for name in first if now.get(name) != first[name]]
+
+
+def _of_all_ranks(tp: TpGroup, names: list[str]) -> list[list[str]]:
+    """Return the names of every rank."""
+    return [msgspec.msgpack.decode(data, type=list[str]) for data in tp.gather(msgspec.msgpack.encode(names))]
 
 
 def _fused_modules(names: Iterable[str], packed: dict[str, list[str]]) -> dict[str, str]:

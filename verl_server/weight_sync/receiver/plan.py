@@ -96,7 +96,7 @@ class UpdatePlan:
     def check(self, *, strict_dtype: bool, partial: bool) -> None:
         """Raise WeightUpdateError if it is not what a request asks for."""
         if not partial and self.missing:
-            raise WeightUpdateError(lacking(self.missing, len(self._map.slots)))
+            raise WeightUpdateError(lacking(self.missing, len(self._map.parameters)))
         if strict_dtype and self._converted:
             raise WeightUpdateError(f"{self._converted[0]}, and strict_dtype=True.")
 
