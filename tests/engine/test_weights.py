@@ -239,8 +239,8 @@ def test_pushes_of_several_threads_come_one_after_the_other(engine: FakeEngine, 
 
 
 def test_transactions(engine: FakeEngine, model: nn.Module) -> None:
-    transaction = engine.begin_weight_update(lease_seconds=5, full=True)
-    assert engine.last == BeginWeightUpdateReq(transaction_id=transaction, lease_seconds=5, full=True)
+    transaction = engine.begin_weight_update(lease_seconds=5)
+    assert engine.last == BeginWeightUpdateReq(transaction_id=transaction, lease_seconds=5, full=None)
     engine.update_weights_from_tensor(model.named_parameters())
     assert engine.last.transaction_id == transaction
     engine.update_weights_from_distributed(["w"], [torch.bfloat16], [[2]])
@@ -253,7 +253,11 @@ def test_transactions(engine: FakeEngine, model: nn.Module) -> None:
     engine.update_weights_from_tensor(model.named_parameters())
     assert engine.last.transaction_id == transaction, "a transaction whose end was refused must stay open"
     engine.end_weight_update(weight_version="9")
-    assert engine.last == EndWeightUpdateReq(transaction_id=transaction, weight_version="9")
+    assert engine.last == EndWeightUpdateReq(transaction_id=transaction, weight_version="9", partial=False)
+    transaction = engine.begin_weight_update(full=False)
+    assert engine.last.full is False
+    engine.end_weight_update(partial=True)
+    assert engine.last == EndWeightUpdateReq(transaction_id=transaction, partial=True)
     engine.update_weights_from_tensor(model.named_parameters())
     assert engine.last.transaction_id is None
 

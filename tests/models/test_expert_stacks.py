@@ -103,3 +103,19 @@ def test_a_stack_of_another_shape_is_refused(slots: dict[str, WeightSlot]) -> No
     wrong = torch.zeros(EXPERTS, HIDDEN, 2 * ROWS)
     with pytest.raises(WeightUpdateError, match=r"shape \[3, 5, 8\], but the model's is \[3, 8, 5\]"):
         receiver.plan([("layer.experts.gate_up_proj", wrong)], strict_dtype=True, partial=True)
+
+
+@pytest.mark.parametrize("lost", ["layer.experts.2.up_proj.weight", "layer.experts.gate_up_proj"])
+def test_every_expert_must_come(slots: dict[str, WeightSlot], weights: dict[str, Tensor], lost: str) -> None:
+    """A whole update brings every expert, in a stack or alone."""
+    receiver = WeightReceiver(WeightMap(slots, stacks=expert_stacks(slots)), 0, 1, torch.device("cpu"))
+    one_by_one = {name: of_expert(weights, name) for name in slots}
+    down = {"layer.experts.down_proj": weights["layer.experts.down_proj"]}
+    mixed = down | {name: tensor for name, tensor in one_by_one.items() if "down_proj" not in name}
+    for whole in (weights, one_by_one, mixed):
+        receiver.plan(list(whole.items()), strict_dtype=True, partial=False)
+        if lost in whole:
+            named = [(name, tensor) for name, tensor in whole.items() if name != lost]
+            expected = 1 if lost in slots else 2 * EXPERTS
+            with pytest.raises(WeightUpdateError, match=rf"it lacks {expected} of 9; missing: 'layer\.experts\."):
+                receiver.plan(named, strict_dtype=True, partial=False)

@@ -469,6 +469,26 @@ def test_a_refused_update_says_why_by_status_and_class(stack: Stack, status: int
     assert response.headers["X-Verl-Error"] == error, "the header must tell the server's errors from a proxy's"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/update_weights_from_tensor", {"registration": "d1", "partial": "true"}),
+        ("/update_weights_from_distributed", {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]]}),
+        ("/end_weight_update", {"transaction_id": "t", "partial": True}),
+    ],
+)
+def test_an_answer_names_what_a_partial_update_did_not_cover(stack: Stack, path: str, body: dict[str, Any]) -> None:
+    """Weights of which something was not covered are not confirmed after a restart."""
+    for count in (3, 0):
+        coverage = {"count": count, "names": ["a", "b", "c"][:count]}
+        stack.manager.controls.weights_confirmed = False
+        payload = {"weight_version": "9", "not_covered": coverage}
+        stack.scheduler.control = lambda m, payload=payload: io.ControlReply(id=m.id, success=True, payload=payload)
+        assert stack.post(path, body).json()["not_covered"] == coverage
+        assert stack.scheduler.received[-1].partial
+        assert stack.manager.controls.weights_confirmed == (count == 0)
+
+
 def test_post_process_weights_is_harmless(stack: Stack) -> None:
     assert stack.post("/post_process_weights", {"restore_weights_before_load": False}).json()["success"]
     assert stack.post("/post_process_weights").status_code == 200

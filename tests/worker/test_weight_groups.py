@@ -12,7 +12,9 @@ import torch
 from tests.weight_sync.fakes import EMBED, NORM, SHAPES, Ranks, random_weights
 from verl_server.errors import ControlTimeoutError, WeightUpdateError
 from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
     InitWeightsUpdateGroupReq,
     UpdateWeightsFromDistributedReq,
 )
@@ -138,6 +140,20 @@ def test_a_refused_update_is_received_all_the_same(size: int, limit: int, traine
     assert reply.status_code == 400 and "no.such" in reply.message and ranks.hold(random_weights(0))
     assert update(ranks, EMBED, partial=False).status_code == 400
     assert update(ranks).success and ranks.hold(random_weights(1))
+
+
+@SIZES
+@pytest.mark.parametrize("limit", [NBYTES, 1], ids=["received", "streamed"])
+def test_a_group_sends_parts_and_the_answer_names_the_rest(size: int, limit: int, trainer: Trainer) -> None:
+    ranks = served(size, trainer, limit)
+    rest = [name for name in SHAPES if name != EMBED]
+    assert update(ranks, EMBED).payload["not_covered"] == {"count": len(rest), "names": rest}
+    assert ranks.handle(BeginWeightUpdateReq(transaction_id="t")).success
+    assert update(ranks, EMBED, transaction_id="t").success
+    assert ranks.handle(EndWeightUpdateReq(transaction_id="t")).status_code == 400
+    assert update(ranks, *rest, transaction_id="t").success
+    assert ranks.handle(EndWeightUpdateReq(transaction_id="t")).payload["not_covered"]["count"] == 0
+    assert ranks.hold(random_weights(1))
 
 
 def test_a_group_that_one_rank_lost_is_lost_to_all(trainer: Trainer) -> None:

@@ -86,6 +86,9 @@ def test_what_the_wire_lacks_is_refused_by_name(attached: HttpServerEngineAdapte
         attached.push_weights()
     with pytest.raises(BadRequestError, match=r"cannot honor partial=False"):
         attached.update_weights_from_tensor([("a", torch.zeros(2))], partial=False)
+    for field in ("partial", "strict_dtype"):
+        with pytest.raises(BadRequestError, match=rf"cannot honor {field}"):
+            attached.update_weights_from_distributed(["a"], ["float32"], [[2]], **{field: field == "strict_dtype"})
     with pytest.raises(BadRequestError, match="does not offer"):
         attached.begin_weight_update()
 
@@ -125,7 +128,10 @@ def test_a_session_stays_here(start: Start) -> None:
 
 
 @pytest.mark.usefixtures("shared_files")
-def test_each_rank_gets_an_entry_and_newer_servers_a_transaction(start: Start) -> None:
+def test_each_rank_gets_an_entry_and_newer_servers_a_transaction(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The adapter says once that it does not know which parameters a push lacks."""
     server = start(
         {
             "/server_info": (200, {"version": "0.5.23", "tp_size": 2, "internal_states": [{}]}),
@@ -134,8 +140,15 @@ def test_each_rank_gets_an_entry_and_newer_servers_a_transaction(start: Start) -
             "/end_weight_update": (200, {}),
         }
     )
-    with HttpServerEngineAdapter.attach(server.url) as adapter:
-        adapter.update_weights_from_tensor([("a", torch.zeros(2))], weight_version="v")
+    with HttpServerEngineAdapter.attach(server.url) as adapter, caplog.at_level("WARNING"):
+        adapter.update_weights_from_tensor([("a", torch.zeros(2))], weight_version="v", partial=True)
+        assert not caplog.records, "the caller knows"
+        for _ in range(2):
+            server.called.clear()
+            server.posted.clear()
+            adapter.update_weights_from_tensor([("a", torch.zeros(2))], weight_version="v")
+    (record,) = caplog.records
+    assert "SGLang 0.5.23" in record.message and "nothing checks that pushes to it are whole" in record.message
     assert server.called == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
     body = server.posted[1][1]
     assert len(body["serialized_named_tensors"]) == 2

@@ -6,7 +6,7 @@ import pytest
 
 from tests.weight_sync.fakes import EMBED, NORM, FakeRunner, K, Q
 from verl_server.errors import WeightUpdateError
-from verl_server.weight_sync.receiver.names import ModelNames, listed
+from verl_server.weight_sync.receiver.names import ModelNames, bounded, lacking, listed
 
 HEAD = "lm_head.weight"
 
@@ -77,3 +77,10 @@ def test_names_of_any_length_cost_little_and_are_cut(names: ModelNames) -> None:
         names.settle(["model." * 200_000])
     assert len(str(refused.value)) < 1000
     assert len(listed([K * 100] * 1000)) < 3000
+
+
+def test_a_refusal_lists_the_first_names_and_says_how_many_there_are() -> None:
+    message = lacking([f"x{i}" for i in range(100)], 300)
+    assert "lacks 100 of 300; missing: 'x0', " in message and "'x7' and 92 more" in message and "x8" not in message
+    assert "partial=True" in message and "begin_weight_update" in message
+    assert bounded([K * 100] * 1000)["count"] == 1000 and len(str(bounded([K * 100] * 1000))) < 3000

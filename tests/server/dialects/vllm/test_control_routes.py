@@ -141,6 +141,15 @@ def test_an_ipc_transfer(stack: Stack, memory: Memory) -> None:
     assert req.ipc_handles.names == ["w"] and req.ipc_handles.handles == "gASV" and req.ipc_handles.sizes == [12]
 
 
+def test_an_answer_names_what_a_trainer_did_not_cover(stack: Stack) -> None:
+    """Trainers of vLLM may send a part of the weights; their clients ignore this key."""
+    coverage = {"not_covered": {"count": 9, "names": ["a"]}}
+    stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload=coverage)
+    update = TENSORS | {"ipc_handles_pickled": "gASV"}
+    assert stack.post("/update_weights", {"update_info": update}).json() == {"message": "Weights updated"} | coverage
+    assert stack.post("/finish_weight_update").json() == {"message": "Weight update finished"} | coverage
+
+
 def test_a_first_trainer_finds_no_group_to_leave(stack: Stack, memory: Memory) -> None:
     memory.refuses = (DestroyWeightsUpdateGroupReq,)
     assert stack.post("/init_weight_transfer_engine", {"init_info": INIT}).status_code == 200
