@@ -71,6 +71,22 @@ BREAKS = [
         r"assert \(False, 500, 'serving', '1'\) == \(False, 500, 'torn', '1'\)",
     ),
     Break(
+        "an update is whole",
+        "worker/weight_sources.py",
+        "        return req.partial\n    is_described",
+        "        return req.partial\n    return True\n    is_described",
+        "tests/worker/test_whole_updates.py",
+        r"assert \(True, 200\) == \(False, 400\)",
+    ),
+    Break(
+        "a transaction is whole",
+        "worker/transaction.py",
+        "self.failed or (self.full and not partial)",
+        "self.failed",
+        "tests/worker/test_transaction.py",
+        r"assert \(200 == 400",
+    ),
+    Break(
         "nothing is sampled from NaN",
         "worker/weight_updater.py",
         "            nonfinite = update.nonfinite()\n",
