@@ -14,6 +14,7 @@ from verl_server.models.loader import WeightMap, WeightSlot
 from verl_server.server_args import ServerArgs
 from verl_server.weight_requests import StagedReq
 from verl_server.worker.agreement import agree
+from verl_server.worker.stager import UNLIKE_NAMES, digest_of_names
 from verl_server.worker.weight_sources import WeightSources, needs_staging
 from verl_server.worker.weight_updater import WeightUpdater
 
@@ -166,8 +167,13 @@ class Ranks:
     def stage(self, rank: int, req: Any) -> Any:
         """Stage `req` on one rank as the stager does, and return the prepared update."""
         done: list[Any] = []
+
+        def prepare() -> Any:
+            done.append(self.sources[rank].prepare(req))
+            return done[0]
+
         try:
-            agree(self.tps[rank].for_staging(), lambda: done.append(self.sources[rank].prepare(req)))  # type: ignore[arg-type]
+            agree(self.tps[rank].for_staging(), prepare, alike=digest_of_names, unlike=UNLIKE_NAMES)  # type: ignore[arg-type]
         except VerlServerError as error:
             for prepared in done:
                 prepared.discard()

@@ -43,6 +43,8 @@ class FakeSources:
         self.log: list[str] = []
         self.does: dict[str, Callable[[], Any]] = {}
         self.opened: list[weakref.ref[Opened]] = []
+        self.names: list[str] = []
+        """Names of the parameters of every request."""
 
     def adopt_thread(self) -> None: ...
 
@@ -52,6 +54,7 @@ class FakeSources:
             self.does[name]()
         self.log.append(f"open {name}")
         opened = Opened(self.log, name)
+        opened.names = self.names
         self.opened.append(weakref.ref(opened))
         return opened
 
@@ -125,6 +128,20 @@ def test_requests_are_staged_in_order_and_wait_for_their_turn(stagers: Stagers) 
         assert sources.log == [f"open {id}" for id in range(20)]
         with pytest.raises(KeyError):
             stager.take(3)
+
+
+def test_ranks_that_would_write_other_parameters_write_nothing() -> None:
+    stagers = Stagers(2)
+    stagers.sources[0].names, stagers.sources[1].names = ["a", "b"], ["b", "a"]
+    stagers.submit(1)
+    assert stagers.outcome(1) is None, "the order does not matter"
+    stagers.sources[1].names = ["b"]
+    stagers.submit(2)
+    error = stagers.outcome(2)
+    assert error is not None and error.status_code == 400 and "of different names" in str(error)
+    stagers.close()
+    for sources in stagers.sources:
+        assert sources.log == ["open 1", "open 2", "refused 2", "discard 2"]
 
 
 def test_what_one_rank_refuses_all_refuse_and_close_again(stagers: Stagers) -> None:

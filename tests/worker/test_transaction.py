@@ -133,6 +133,30 @@ def test_a_whole_transaction_that_wrote_nothing_does_not_end(ranks: Ranks) -> No
     assert ranks.version == "7" and ranks.hold(random_weights(0)) and ranks.refusal is None
 
 
+class LackingLoader:
+    """The loader of an engine that installs q and k together."""
+
+    names: frozenset[str] = frozenset()
+    refusal = ""
+
+    def lacking(self, names: list[str]) -> list[str]:
+        return [K] if Q in names and K not in names else []
+
+
+def test_an_end_that_one_rank_refuses_no_rank_carries_out() -> None:
+    """Otherwise the transaction would be open on one rank only."""
+    ranks = Ranks(2)
+    push(ranks, random_weights(0))
+    ranks.runners[1].weight_map.loader = LackingLoader()  # type: ignore[assignment]
+    new = random_weights(1)
+    begin(ranks)
+    part(ranks, {name: w for name, w in new.items() if name != K})
+    reply = end(ranks, partial=True)
+    assert reply.status_code == 400 and "tensor-parallel rank 1: This engine installs fused modules" in reply.message
+    part(ranks, some(new, K))
+    assert end(ranks).success and ranks.hold(new) and ranks.refusal is None
+
+
 @SIZES
 def test_a_refused_end_may_be_followed_by_a_discard(ranks: Ranks) -> None:
     begin(ranks)

@@ -129,6 +129,22 @@ def test_tensors_of_sglang_stay_partial_unless_the_caller_says_whole(ranks: Rank
     assert reply.success and reply.payload["not_covered"] == {"count": 1, "names": [NORM]}
 
 
+def test_ranks_that_are_sent_other_tensors_write_nothing() -> None:
+    """Each rank has a payload of its own. If one lacked a tensor, the ranks would serve different versions."""
+    ranks = Ranks(2)
+    push(ranks, description(ranks, random_weights(0)))
+    new = random_weights(1)
+    (first, _), (_, second) = (
+        sglang_pairs(ranks, weights)["serialized_named_tensors"] for weights in (new, without(new, NORM))
+    )
+    reply = push(ranks, {"serialized_named_tensors": [first, second]})
+    assert reply.status_code == 400 and "tensors of different names" in reply.message
+    assert_unchanged(ranks)
+    turned = dict(reversed(new.items()))
+    (first, _), (_, second) = (sglang_pairs(ranks, weights)["serialized_named_tensors"] for weights in (new, turned))
+    assert push(ranks, {"serialized_named_tensors": [first, second]}).success and ranks.hold(new)
+
+
 @SIZES
 def test_a_tied_head_covers_the_embedding(ranks: Ranks) -> None:
     new = random_weights(1)

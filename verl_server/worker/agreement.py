@@ -25,18 +25,29 @@ class _Vote(msgspec.Struct, array_like=True):
     status: int = 200
     seconds: float = 0.0
     """Duration of the rank's step."""
+    alike: int = 0
+    """A number that must be the same on all ranks."""
 
 
-def agree(tp: TpGroup, step: Callable[[], T], seconds: list[float] | None = None) -> T:
-    """Run `step` on this rank and return its result if no rank failed.
+def agree(
+    tp: TpGroup,
+    step: Callable[[], T],
+    seconds: list[float] | None = None,
+    *,
+    alike: Callable[[T], int] = lambda _: 0,
+    unlike: str = "",
+) -> T:
+    """Run `step` on this rank and return its result if no rank failed, and if `alike(result)` is equal on all ranks.
 
     If a rank failed, raise the same error on all ranks: a `VerlServerError` with the status of the refusal, or with 500
-    for a fault. Raise RuntimeError if a rank is dead. The durations of all ranks' steps are appended to `seconds`.
+    for a fault. If the numbers differ, raise WeightUpdateError with the text `unlike`. Raise RuntimeError if a rank is
+    dead. The durations of all ranks' steps are appended to `seconds`.
     """
     mine, result = _Vote(), None
     start = time.perf_counter()
     try:
         result = step()
+        mine.alike = alike(result)
     except VerlServerError as error:
         mine = _Vote(str(error), error.status_code)
     except Exception as error:
@@ -49,6 +60,8 @@ def agree(tp: TpGroup, step: Callable[[], T], seconds: list[float] | None = None
     failed = {rank: vote for rank, vote in enumerate(votes) if vote.status != 200}
     if failed:
         raise _common_error(failed, tp.size)
+    if len({vote.alike for vote in votes}) > 1:
+        raise WeightUpdateError(unlike)
     return result  # type: ignore[return-value]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ from verl_server.worker.prepared import Prepared
 
 logger = logging.getLogger(__name__)
 
+UNLIKE_NAMES = (
+    "The tensor-parallel ranks were sent tensors of different names, so the ranks would serve different versions. Each "
+    "entry of serialized_named_tensors must have the same names."
+)
 Outcome = tuple[int, VerlServerError | None]
 """(id of a request, error that refused it or None)."""
 
@@ -189,20 +194,26 @@ class _Lane:
     def _stage(self, item: Staged) -> None:
         prepared: Prepared | None = None
 
-        def prepare() -> None:
+        def prepare() -> Prepared:
             nonlocal prepared
             if item.dropped:  # this rank must still vote, because all ranks vote on the same requests
                 self._sources.abandoned(item.req)
                 raise WeightUpdateError("The request was withdrawn before it was staged.")
             prepared = self._sources.prepare(item.req)
+            return prepared
 
         refusal: VerlServerError | None = None
         try:
-            agree(self._tp, prepare)
+            agree(self._tp, prepare, alike=digest_of_names, unlike=UNLIKE_NAMES)
         except VerlServerError as error:
             refusal = _without_frames(error)
             self._sources.refused(item.req, error)
         self._vote_ended(item, prepared, refusal)
+
+
+def digest_of_names(prepared: Prepared) -> int:
+    """Return a number that differs if ranks would write other parameters, whatever their order."""
+    return zlib.crc32("\n".join(sorted(prepared.names)).encode())
 
 
 def _without_frames(error: VerlServerError) -> VerlServerError:
