@@ -150,6 +150,7 @@ class HttpServerEngineAdapter(EngineBase):
         self._attached: AttachedServer | None = None
         """The server if it is one of another project."""
         self._said_unchecked = False
+        """True if the log says that pushes to this server are not checked."""
         self._last_disk: UpdateWeightsFromDiskReq | None = None
         """The newest update if it was from disk, else None."""
 

@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -97,7 +98,7 @@ class WeightMap:
             assert slot.name not in self.slots, slot.name
             self.slots[slot.name] = slot
 
-    @property
+    @cached_property
     def parameters(self) -> Collection[str]:
         """The names that a whole update brings, in model order: one for each slot that is served."""
         return [name for name in self.slots if name not in self.unserved] if self.unserved else self.slots

@@ -105,7 +105,7 @@ def lacking(missing: Sequence[str], total: int) -> str:
     return (
         f"The update does not cover every parameter: it lacks {len(missing)} of {total}; missing: {listed(missing)}. "
         "Push every parameter, pass partial=True to leave the others as they are, or push in parts inside a "
-        "transaction (begin_weight_update). A checkpoint must be whole."
+        "transaction with an id (begin_weight_update). A checkpoint must be whole."
     )
 
 
