@@ -66,6 +66,7 @@ _BASE_FIELDS = {
     "torch_empty_cache": "the weights are written in place, so there is no cache to empty",
     "is_async": "every update prepares while requests run",
     "recapture_cuda_graph": "CUDA graphs read the weights in place and stay valid",
+    "abort_all_request": "AReaL writes abort_all_requests so, and pauses generation by itself before each update",
 }
 """Keys of SGLang's control bodies that are accepted and have no effect, each with the reason."""
 
