@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from verl_server.engine.verl_engine import VerlEngine
     from verl_server.errors import (
         BadRequestError,
+        ContextLengthError,
         ControlTimeoutError,
         ServerDiedError,
         ServerLaunchError,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BadRequestError",
+    "ContextLengthError",
     "ControlTimeoutError",
     "Engine",
     "EngineBase",

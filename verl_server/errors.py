@@ -5,6 +5,7 @@ adapter raise the same class. A message says what is wrong, where, and how to fi
 
     VerlServerError
     ├── BadRequestError        400  the caller's input is wrong; nothing was changed
+    │   ├── ContextLengthError      400  the prompt, or the prompt with the output, is longer than the context
     │   └── ForbiddenError          403  the rules of access refuse the request
     │       └── UnauthorizedError   401  the request has no key, or one that the server does not know
     ├── ServerUnavailableError 503  the server cannot generate now (no weights, torn weights, full queue)
@@ -36,6 +37,8 @@ class VerlServerError(Exception):
 
     status_code = 500
     """HTTP status of the error."""
+    code: str | None = None
+    """Name of the error in the bodies of answers, for programs. None: the status is all that a body says."""
 
     def __str__(self) -> str:
         """Return the message, cut where it is very long: it may contain what a caller sent."""
@@ -49,6 +52,30 @@ class BadRequestError(VerlServerError, ValueError):
     """The caller's input is wrong. Nothing was changed."""
 
     status_code = 400
+
+
+class ContextLengthError(BadRequestError):
+    """The prompt, or the prompt with the requested output, is longer than the context. Nothing was changed.
+
+    The context is what the model, the KV cache, the server's settings and the session permit. Bodies of answers have
+    `code`, in every dialect. The text begins as OpenAI's and Anthropic's do, because clients look for them.
+    """
+
+    code = "context_length_exceeded"
+
+    @classmethod
+    def of(cls, prompt_tokens: int, new_tokens: int, most: int, cause: str = "") -> ContextLengthError:
+        """Return the error for a sequence of more than `most` tokens. `cause` says why there are no more."""
+        limit = f"This model's maximum context length is {most} tokens{f' ({cause})' if cause else ''}."
+        if prompt_tokens >= most:
+            return cls(
+                f"prompt is too long: {prompt_tokens} tokens > {most - 1} maximum. {limit} However, the prompt has "
+                f"{prompt_tokens} tokens, and the output needs at least one. Reduce the length of the prompt."
+            )
+        return cls(
+            f"{limit} However, you requested {prompt_tokens + new_tokens} tokens: {prompt_tokens} in the prompt and "
+            f"{new_tokens} for the output. Reduce the length of the prompt or of the output."
+        )
 
 
 class ForbiddenError(BadRequestError):
@@ -158,9 +185,14 @@ class UnansweredError(ControlTimeoutError):
 
 
 def error_for_status(
-    status_code: int, message: str, bad_request: type[VerlServerError] = BadRequestError
+    status_code: int, message: str, bad_request: type[VerlServerError] = BadRequestError, code: object = None
 ) -> VerlServerError:
-    """Return an error for an HTTP status. `bad_request` is the class for a status 4xx that has no class of its own."""
+    """Return an error for an HTTP status. `bad_request` is the class for a status 4xx that has no class of its own.
+
+    `code` is the error's code in a body. The code of a class wins over the status.
+    """
+    if code == ContextLengthError.code:
+        return ContextLengthError(message)
     kinds: dict[int, type[VerlServerError]] = {
         412: ServerRestartedError,
         503: ServerUnavailableError,

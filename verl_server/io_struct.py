@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from verl_server.errors import VerlServerError
 from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.sampling_params import SamplingParams
 from verl_server.weight_requests import WeightReq
@@ -129,6 +130,13 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
     """abort: the cause."""
     status_code: int | None = None
     """abort: HTTP status of an error; None if the caller aborted the request (answered 200 with partial output)."""
+    code: str | None = None
+    """abort: `VerlServerError.code` of the error."""
+
+    @classmethod
+    def refused(cls, error: VerlServerError) -> FinishReason:
+        """Return the end of a request that `error` refuses."""
+        return cls(type="abort", message=str(error), status_code=error.status_code, code=error.code)
 
 
 class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):

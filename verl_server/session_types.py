@@ -113,7 +113,8 @@ class SessionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     in_flight: int = 0
     """Generations that run now."""
     limit: str | None = None
-    """Field of `SessionLimits` that refused or cut a generation last."""
+    """Field of `SessionLimits` that refused or cut a generation last. `max_context` is also the context of the server:
+    the model's, that of the KV cache, and `max_session_turn_tokens`."""
     children: list[str] = []
     tree: list[TurnInfo] = []
 

@@ -16,6 +16,7 @@ from tests.waiting import eventually
 from verl_server.backends.process.backend import Backend
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
 from verl_server.backends.process.worker_commands import WorkerCommands
+from verl_server.errors import BadRequestError
 from verl_server.io_struct import (
     AbortReq,
     BatchTokenIDOut,
@@ -63,8 +64,8 @@ class FakeDriver:
         self.retractions = 0
         self._steps: list[Step] = []
 
-    def refusal(self, req: TokenizedGenerateReq) -> str | None:
-        return "too long" if len(req.input_ids) > 100 else None
+    def refusal(self, req: TokenizedGenerateReq) -> BadRequestError | None:
+        return BadRequestError("too long") if len(req.input_ids) > 100 else None
 
     def submit(self, req: TokenizedGenerateReq, seed: int, cache_key: str) -> None:
         assert req.rid not in self.live

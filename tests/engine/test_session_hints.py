@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.restartable_server import Server
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, says
-from verl_server import BadRequestError, Engine, EngineBase, HttpServerEngineAdapter, VerlEngine
+from verl_server import BadRequestError, ContextLengthError, Engine, EngineBase, HttpServerEngineAdapter, VerlEngine
 from verl_server.io_struct import FinishSessionReq, TokenizedGenerateReq
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.trajectory import Task
@@ -63,10 +63,27 @@ def test_each_way_to_generate_sends_the_session(engine: EngineBase, server: Serv
 
 def test_a_long_prompt_has_a_session_too(server: Server) -> None:
     with HttpServerEngineAdapter.attach(server.url) as engine:
-        with pytest.raises(BadRequestError, match="longer than the model's context"):
+        with pytest.raises(BadRequestError, match="prompt is too long"):
             engine.generate(input_ids=[5] * 2000, session_id="a")
         engine.generate(input_ids=[5] * 2000, sampling_params=ONE, truncate_prompt_tokens=4, session_id="a")
     assert sent(server, 1) == ["hint:a"]
+
+
+def test_a_length_that_does_not_fit_is_one_error(engine: EngineBase) -> None:
+    """In this process and over HTTP."""
+
+    async def streamed() -> None:
+        async for _ in await engine.async_generate(input_ids=[5] * 256, stream=True):
+            pass
+
+    with pytest.raises(ContextLengthError, match="prompt is too long: 256 tokens > 255 maximum"):
+        engine.generate(input_ids=[5] * 256)
+    with pytest.raises(ContextLengthError, match="you requested 300 tokens"):
+        engine.generate(input_ids=[5] * 200, sampling_params={"max_new_tokens": 100})
+    with pytest.raises(ContextLengthError, match="prompt is too long"):
+        engine.generate("a" * 100_000)  # read in a text worker
+    with pytest.raises(ContextLengthError, match="prompt is too long"):
+        asyncio.run(streamed())
 
 
 def test_a_wrong_id_is_refused(engine: EngineBase) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.rollout.fakes import FakeEnvironment, FakePolicy, WordRenderer, generated, says
-from verl_server.errors import BadRequestError, ControlTimeoutError
+from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError
 from verl_server.rollout.environment import EnvError, EnvTimeoutError, EnvTimeouts
 from verl_server.rollout.episode import Episode, Limits
 from verl_server.rollout.renderer import ActionReader
@@ -162,6 +162,12 @@ def test_an_action_cut_by_the_turns_limit_is_played() -> None:
     trajectory = play(episode_of(environment, Limits(max_new_tokens=2)), FakePolicy([generated(codes("xy"), "length")]))
     assert trajectory.stop_reason is StopReason.DONE
     assert environment.actions == [{"text": "xy"}]
+
+
+def test_a_length_that_the_server_refuses_is_a_full_context() -> None:
+    trajectory = play(episode_of(FakeEnvironment(says("ab"))), FakePolicy([ContextLengthError.of(2, 9, 8)]))
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.CONTEXT_FULL, 0.0)
+    assert "length is 8 tokens" in (trajectory.error or "")
 
 
 @pytest.mark.parametrize(

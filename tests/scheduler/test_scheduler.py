@@ -331,6 +331,7 @@ def test_a_request_as_large_as_the_pool_is_served_and_a_larger_one_refused() -> 
     h.run()
     assert h.tokens["fits"] == generate(prompt(1, 20), 13, 0)
     assert h.finished["never"].status_code == 400 and "KV cache of 32 tokens" in (h.finished["never"].message or "")
+    assert h.finished["never"].code == "context_length_exceeded"
 
 
 def test_max_new_tokens_none_fills_context_or_pool() -> None:
@@ -410,6 +411,7 @@ def test_bad_requests_end_with_400(ids: list[int], new: int, fields: dict[str, o
     h.steps()
     reason = h.finished["bad"]
     assert reason.type == "abort" and reason.status_code == 400 and says in (reason.message or "")
+    assert reason.code == ("context_length_exceeded" if says == "context length" else None)
     h.add("good", prompt(1, 4), 2)
     h.run()
     assert h.finished["good"].type == "length"

@@ -137,7 +137,7 @@ def test_what_known_clients_send_is_within_the_defaults() -> None:
     limits.check_reply(100 * 10_000)
     limits.check_samples(1024, 16)
     limits.check_prompt_tokens(1024 * 16 * 2048)
-    limits.check_text(131072 * 5)
+    limits.check_text(131072 * 5, "token ids to decode")
 
 
 def test_an_open_number_of_tokens_becomes_what_the_reply_may_hold(limited: Stack) -> None:

@@ -240,8 +240,11 @@ def test_unbounded_request_runs_to_the_end_of_the_context(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"input_ids": [5] * 256}, "The input (256 tokens) is longer than the model's context length (256 tokens)."),
-        ({"input_ids": [5] * 200, "sampling_params": {"max_new_tokens": 100}}, "Requested token count exceeds"),
+        ({"input_ids": [5] * 256}, "prompt is too long: 256 tokens > 255 maximum. This"),
+        (
+            {"input_ids": [5] * 200, "sampling_params": {"max_new_tokens": 100}},
+            "you requested 300 tokens: 200 in the prompt and 100 for",
+        ),
         ({"input_ids": [320]}, "token id 320, outside the vocabulary of 320 tokens"),
         ({"input_ids": [-1]}, "token id -1"),
         ({"input_ids": [2**70]}, "outside the vocabulary"),

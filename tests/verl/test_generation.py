@@ -70,7 +70,7 @@ def test_the_limit_of_tokens(given: dict[str, Any], options: dict[str, Any], lim
 
 
 def test_a_prompt_that_is_too_long() -> None:
-    with pytest.raises(BadRequestError, match="10 tokens, but the context length is 9"):
+    with pytest.raises(BadRequestError, match="prompt is too long: 10 tokens > 8 maximum"):
         request({}, context=9)
 
 

@@ -172,7 +172,7 @@ def test_other_inputs_are_refused(manager: LLMServerManager) -> None:
     client = manager.get_client()
     with pytest.raises(ValueError, match="image_data"):
         run(client.generate("x", prompt_ids=PROMPT, sampling_params=GREEDY, image_data=["image"]))
-    with pytest.raises(ValueError, match="the context length is 256"):
+    with pytest.raises(ValueError, match="maximum context length is 256"):
         run(client.generate("x", prompt_ids=PROMPT * 100, sampling_params=GREEDY))
 
 

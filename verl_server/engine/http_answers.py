@@ -117,7 +117,9 @@ def _event(data: bytes) -> Any:
     event: dict[str, Any] = orjson.loads(data)
     if error := event.get("error"):
         fields = error if isinstance(error, dict) else {"message": error}
-        raise error_for_status(int(fields.get("code") or 500), str(fields.get("message")))
+        code = fields.get("code") or 500
+        status = 400 if isinstance(code, str) and not code.isdecimal() else int(code)
+        raise error_for_status(status, str(fields.get("message")), code=code)
     return event
 
 
@@ -125,25 +127,25 @@ def raise_for(response: httpx.Response | Answer) -> None:
     """Raise the error of an error answer (status 400 and above). Return for any other answer."""
     if response.status_code < 400:
         return
-    message = _message(response)
+    message, code = _message(response)
     if response.status_code == 401:
         message = f"{message}: the server needs an api_key (for control calls: an admin_api_key)."
     kind = getattr(errors, response.headers.get("X-Verl-Error", ""), None)
     if inspect.isclass(kind) and issubclass(kind, VerlServerError) and kind is not VerlServerError:
         raise kind(message)
-    raise error_for_status(response.status_code, message)
+    raise error_for_status(response.status_code, message, code=code)
 
 
-def _message(response: httpx.Response | Answer) -> str:
-    """Return the message in an error body of any of the known forms."""
+def _message(response: httpx.Response | Answer) -> tuple[str, object]:
+    """Return (message, code) of an error body of any of the known forms. The code is None if there is none."""
     try:
         body = orjson.loads(response.content)
     except orjson.JSONDecodeError:
-        return response.text.strip() or f"HTTP {response.status_code}"
+        return response.text.strip() or f"HTTP {response.status_code}", None
     if not isinstance(body, dict):
-        return str(body)
+        return str(body), None
     error = body.get("error", body)
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    return (str(error.get("message", error)), error.get("code")) if isinstance(error, dict) else (str(error), None)
 
 
 def control_reply(response: Answer) -> ControlReply:
@@ -154,7 +156,7 @@ def control_reply(response: Answer) -> ControlReply:
             if response.headers.get("content-type", "").startswith("text/plain") and response.status_code == 400:
                 return ControlReply(id=0, success=False, message=response.text.strip(), status_code=400)
             raise_for(response)
-        return ControlReply(id=0, success=False, message=_message(response), status_code=response.status_code)
+        return ControlReply(id=0, success=False, message=_message(response)[0], status_code=response.status_code)
     if not response.headers.get("content-type", "").startswith("application/json"):
         return ControlReply(id=0, success=True, message=response.text.strip())
     body = orjson.loads(response.content)

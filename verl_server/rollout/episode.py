@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import BadRequestError, ContextLengthError, VerlServerError
 from verl_server.rollout.environment import Action, EnvError, EnvTimeoutError, EnvTimeouts, StepResult, check_seconds
 from verl_server.rollout.renderer import ActionError, Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
@@ -271,7 +271,13 @@ class Episode:
         }
 
     def fail(self, error: Exception) -> None:
-        """End the trajectory because of an error in the generation, for which the policy is not responsible."""
+        """End the trajectory because of an error in the generation, for which the policy is not responsible.
+
+        A server that refuses the length of the tokens ends it as a full context.
+        """
+        if isinstance(error, ContextLengthError):
+            self.trajectory.finish(StopReason.CONTEXT_FULL, str(error))
+            return
         self.trajectory.finish(StopReason.GENERATION_ERROR, f"{type(error).__name__}: {error}")
 
     # -- bookkeeping ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, ContextLengthError
 from verl_server.io_struct import (
     AbortReq,
     FinishReason,
@@ -227,19 +227,15 @@ class Scheduler:
         except BadRequestError as error:
             return _refused(400, str(error))
         if prompt_len + new_len > runner.context_length or prompt_len >= runner.context_length:
-            return _refused(
-                400,
-                f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) exceed the context length of "
-                f"{runner.context_length} tokens.",
-            )
+            return FinishReason.refused(ContextLengthError.of(prompt_len, new_len, runner.context_length))
         # The KV of the last sampled token is never computed, so this token needs no place in the pool.
         needed, capacity = prompt_len + max(new_len - 1, 0), self.planner.max_tokens()
         if needed > capacity:
-            return _refused(
-                400,
-                f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) can never fit the KV cache of "
-                f"{capacity} tokens. Use fewer tokens, or raise max_total_tokens, kv_cache_gib or mem_fraction_static.",
+            cause = (
+                f"the KV cache of {capacity} tokens holds no more: raise max_total_tokens, kv_cache_gib or "
+                "mem_fraction_static"
             )
+            return FinishReason.refused(ContextLengthError.of(prompt_len, new_len, capacity + 1, cause))
         if message.grammar and self.grammars.refusal is not None:
             return _refused(400, self.grammars.refusal)
         refusal = self.worker.weights.refusal()

@@ -368,17 +368,10 @@ GENERATE = Job("generate", read_generate, ReadRequest)
 def check_samples(samples: Samples, prompt_tokens: int, bounds: ModelBounds, has_tokenizer: bool) -> None:
     """Check the options of one prompt's samples against the served model. Raise BadRequestError.
 
-    The messages are SGLang's where SGLang has the same check.
+    ContextLengthError if prompt and output are longer than the context.
     """
-    count, context = prompt_tokens, bounds.context_length
-    new = samples.sampling.max_new_tokens
-    if new is not None and count + new > context:
-        raise BadRequestError(
-            f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
-            f"total of {count + new} tokens: {count} tokens from the input messages and {new} tokens for the "
-            "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
-            "the limit."
-        )
+    count = prompt_tokens
+    bounds.check_length(count, samples.sampling.max_new_tokens or 0)
     bounds.check_ids("sampling_params.stop_token_ids", samples.sampling.stop_token_ids)
     bounds.check_ids("sampling_params.allowed_token_ids", samples.sampling.allowed_token_ids)
     bounds.check_ids("sampling_params.logit_bias", [int(token) for token in samples.sampling.logit_bias or ()])

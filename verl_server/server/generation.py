@@ -186,5 +186,5 @@ def failure(state: ReqState) -> Exception | None:
         return state.error
     reason = state.finish_reason
     if reason is not None and reason.type == "abort" and reason.status_code is not None:
-        return error_for_status(reason.status_code, reason.message or "Aborted")
+        return error_for_status(reason.status_code, reason.message or "Aborted", code=reason.code)
     return None

@@ -51,7 +51,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
             given["max_text_length"] = max(_LEAST_TEXT_LENGTH, _CHARACTERS_PER_TOKEN * context_length)
         return cls(**given)
 
-    def check_text(self, length: int, what: str = "characters of text") -> None:
+    def check_text(self, length: int, what: str) -> None:
         self._check("max_text_length", f"The request has {{}} {what}", length)
 
     def check_samples(self, prompts: int, n: int) -> None:

@@ -115,12 +115,13 @@ def error_headers(error: Exception) -> dict[str, str]:
 
 
 def message_error(error: VerlServerError) -> Response:
-    """Return {"error": {"message"}}, or SGLang's {"error": "..."} for an unknown sampling parameter."""
+    """Return {"error": {"message"}}, with `code` if the error has one, or SGLang's {"error": "..."} for an unknown
+    sampling parameter."""
     message = str(error)
     if message.startswith("sampling_params: unknown field"):
         content: dict[str, Any] = {"error": message.removeprefix("sampling_params: ")}
     else:
-        content = {"error": {"message": message}}
+        content = {"error": {"message": message} | ({"code": error.code} if error.code else {})}
     return json_response(content, error.status_code, error_headers(error))
 
 

@@ -18,7 +18,7 @@ from verl_server import columns
 from verl_server.chat.output import OutputFormat
 from verl_server.chat.session_view import SessionView
 from verl_server.chat.templates import ChatTemplates, Message
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, ContextLengthError
 from verl_server.server.limits import Limits
 
 if TYPE_CHECKING:  # a process that checks no grammars does not load llguidance
@@ -62,30 +62,28 @@ class ModelBounds(msgspec.Struct, kw_only=True, frozen=True):
     max_req_input_len: int | None = None
     """Largest number of prompt tokens that the KV cache can hold."""
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of prompt and output together that the context and the whole KV cache can hold."""
+        if self.max_req_input_len is None:
+            return self.context_length
+        return min(self.context_length, self.max_req_input_len + 1)  # the last token needs no place in the KV cache
+
     def room_for_prompt(self, max_new_tokens: int | None) -> int:
         """Return the most prompt tokens that can be served with `max_new_tokens`; None leaves room for one."""
         new = max_new_tokens if max_new_tokens is not None else 1
-        room = self.context_length - max(new, 1)
-        if self.max_req_input_len is not None:  # the last sampled token needs no place in the KV cache
-            room = min(room, self.max_req_input_len - max(new - 1, 0))
-        return max(room, 1)
+        return max(self.longest - max(new, 1), 1)
 
-    def check_length(self, count: int) -> None:
-        """Raise BadRequestError if a prompt of `count` tokens cannot be served.
-
-        The messages are SGLang's where SGLang has the same check.
-        """
-        if count == 0:
+    def check_length(self, prompt_tokens: int, max_new_tokens: int = 0) -> None:
+        """Raise BadRequestError for an empty prompt, and ContextLengthError for a sequence that cannot be served."""
+        if prompt_tokens == 0:
             raise BadRequestError("input_ids cannot be empty: the text has no tokens.")
-        if count >= self.context_length:
-            raise BadRequestError(
-                f"The input ({count} tokens) is longer than the model's context length ({self.context_length} tokens)."
-            )
-        if self.max_req_input_len is not None and count > self.max_req_input_len:
-            raise BadRequestError(
-                f"The input ({count} tokens) is longer than the KV cache allows ({self.max_req_input_len} tokens): "
-                "raise max_total_tokens, kv_cache_gib or mem_fraction_static."
-            )
+        if prompt_tokens < self.longest and prompt_tokens + max_new_tokens <= self.longest:
+            return
+        cause = ""
+        if self.longest < self.context_length:
+            cause = "the KV cache holds no more: raise max_total_tokens, kv_cache_gib or mem_fraction_static"
+        raise ContextLengthError.of(prompt_tokens, max_new_tokens, self.longest, cause)
 
     def check_ids(self, name: str, ids: Sequence[int] | bytes | None) -> None:
         """Raise BadRequestError if an id is outside the vocabulary. `name` is the field that holds the ids.
@@ -185,9 +183,13 @@ class TextTools:
         return self._tokens.is_special(token)
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each text."""
+        """Return the token ids of each text. Raise ContextLengthError for more text than the server tokenizes."""
         length = sum(map(len, texts))
-        self.limits.check_text(length)
+        if length > (most := self.limits.max_text_length):
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.bounds.longest} tokens. However, the request has "
+                f"{length} characters of text; this server accepts at most {most} (setting max_text_length)."
+            )
         self._check_place(length)
         return [self._tokens.encode(text, add_special_tokens) for text in texts]
 
@@ -252,6 +254,8 @@ class Answer(msgspec.Struct, array_like=True):
     """The result as msgpack, or the error's message. A view, because a copy of several MB would block the loop."""
     is_malformed: bool = False
     """True if the body is not JSON."""
+    code: str | None = None
+    """`VerlServerError.code` of the error."""
 
 
 class TextPrompts(msgspec.Struct):

@@ -71,7 +71,7 @@ def do_job(tools: TextTools, name: str, body: bytes) -> Answer:
         return Answer(200, memoryview(msgspec.msgpack.encode(_JOBS[name].run(tools, body))))
     except VerlServerError as error:
         message = str(error)[:_MOST_MESSAGE_LENGTH].encode(errors="replace")
-        return Answer(error.status_code, memoryview(message), isinstance(error, MalformedBodyError))
+        return Answer(error.status_code, memoryview(message), isinstance(error, MalformedBodyError), error.code)
     except MemoryError:
         return Answer(400, memoryview(b"There is too little memory for the text of this request."))
 

@@ -112,7 +112,9 @@ class TextWorkers:
                 self._waiting.remove(work)
         if done.status != 200:
             message = bytes(done.data).decode()
-            raise MalformedBodyError(message) if done.is_malformed else error_for_status(done.status, message)
+            if done.is_malformed:
+                raise MalformedBodyError(message)
+            raise error_for_status(done.status, message, code=done.code)
         return msgspec.msgpack.decode(done.data, type=job.result)
 
     async def close(self) -> None:

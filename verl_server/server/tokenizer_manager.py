@@ -238,8 +238,8 @@ class TokenizerManager:
         assert self.model_text is not None
         check_samples(samples, prompt_tokens, self.text.bounds, has_tokenizer=self.model_text.tokenizer is not None)
         if samples.sampling.max_new_tokens is None:
-            # Context, KV cache and reply limit the output. The last sampled token needs no place in the KV cache.
-            room = min(self.context_length, int(self.scheduler_info["max_total_num_tokens"]) + 1) - prompt_tokens
+            # Context, KV cache and reply limit the output.
+            room = self.text.bounds.longest - prompt_tokens
             if each := samples.candidates(prompt_tokens, 1) - (prompt := samples.candidates(prompt_tokens, 0)):
                 room = min(room, (self.text.limits.max_logprobs_per_request - prompt) // each)
             samples.sampling = msgspec.structs.replace(samples.sampling, max_new_tokens=max(1, room))

@@ -161,8 +161,12 @@ def test_a_text_environment_is_played_step_by_step() -> None:
 
 
 def _full(messages: Any) -> JSONResponse:
-    text = "Requested token count exceeds the model's maximum context length of 10 tokens."
-    return JSONResponse({"error": {"message": text}}, 400)
+    text = "Any text: its code counts."
+    return JSONResponse({"error": {"message": text, "code": "context_length_exceeded"}}, 400)
+
+
+def _proxy(messages: Any) -> JSONResponse:
+    return JSONResponse([], 403)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def _full(messages: Any) -> JSONResponse:
     [
         (Script(*[[call("add", {"a": 1, "b": 1})]] * 3), {}, StopReason.MAX_TURNS, "2 turns (ToolLoop.max_turns)"),
         (Script("half", finish="length"), {}, StopReason.MAX_TOKENS, "finish_reason length"),
-        (_full, {}, StopReason.CONTEXT_FULL, "maximum context length"),
+        (_full, {}, StopReason.CONTEXT_FULL, "Any text"),
     ],
 )
 def test_limits_end_with_their_reason_and_a_reward(
@@ -179,6 +183,12 @@ def test_limits_end_with_their_reason_and_a_reward(
     episode = play(ToolLoop([add], max_turns=2), policy, limits=dataclasses.replace(FAST, **limits))
     assert (episode.reason, episode.reward) == (reason, 1.0)
     assert says in (episode.error or "")
+
+
+def test_an_error_without_a_code_is_the_agents() -> None:
+    episode = play(ToolLoop(), _proxy)
+    assert (episode.reason, episode.reward) == (StopReason.AGENT_ERROR, None)
+    assert "HTTP 403" in (episode.error or "")
 
 
 def test_an_aborted_reply_is_no_answer() -> None:

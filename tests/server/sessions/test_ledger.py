@@ -13,6 +13,7 @@ import pytest
 from tests.server.sessions.building import Clock, caller, created, finished, floats, ids, node, plan, turn
 from verl_server.errors import (
     BadRequestError,
+    ContextLengthError,
     IdempotencyConflictError,
     SessionEndedError,
     SessionExistsError,
@@ -21,7 +22,7 @@ from verl_server.errors import (
     SessionUnavailableError,
 )
 from verl_server.server.sessions.ledger import SessionLedger
-from verl_server.server.sessions.limits import Bounds, TurnTooLargeError
+from verl_server.server.sessions.limits import Bounds
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.sessions.turn import sequence
 from verl_server.server.sessions.turn_ledger import TurnLedger
@@ -210,7 +211,7 @@ def test_limits() -> None:
         turns.cancel(second)
         await turns.commit(opened, finished(plan([1, 2]), [1, 1]))
         assert turns.begin(who, plan([9], parent=0, kept=4), None, b"").max_new_tokens == 3
-        with pytest.raises(SessionLimitError, match="max_context=8"):
+        with pytest.raises(ContextLengthError, match=r"length is 8 tokens \(max_context of the session ses_\w+\)"):
             turns.begin(who, plan([1] * 8), None, b"")
         await turn(ledger, who, plan([1]), [1, 1, 1])
         with pytest.raises(SessionLimitError, match=r"session ses_\w+ has used its max_tokens=5|max_tokens=5"):
@@ -232,7 +233,7 @@ def test_bounds_of_the_server() -> None:
         created(ledger)
         with pytest.raises(SessionUnavailableError, match="max_sessions"):
             created(ledger)
-        with pytest.raises(TurnTooLargeError, match="max_session_turn_tokens"):
+        with pytest.raises(ContextLengthError, match="max_session_turn_tokens"):
             turns.begin(who, plan([1] * 4), None, b"")
         with pytest.raises(SessionLimitError, match="2 messages"):
             turns.begin(who, plan([1], new_nodes=node("a") + node("b") + node("c")), None, b"")

@@ -169,10 +169,10 @@ class Backend:
         """Return the reason why a request is refused, None if it is accepted."""
         refusal = self._driver.refusal(req)
         if refusal is not None:
-            return FinishReason(type="abort", message=refusal, status_code=400)
-        refusal = self.worker.refusal()
-        if refusal is not None and not self.control.holds_generation:
-            return FinishReason(type="abort", message=refusal, status_code=503)
+            return FinishReason.refused(refusal)
+        unready = self.worker.refusal()
+        if unready is not None and not self.control.holds_generation:
+            return FinishReason(type="abort", message=unready, status_code=503)
         bound = self._args.max_queued_requests
         if bound is not None and len(self.planner.waiting) >= bound:
             return FinishReason(type="abort", message="The request queue is full.", status_code=503)

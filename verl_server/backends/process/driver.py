@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from verl_server.errors import BadRequestError
 from verl_server.io_struct import FinishReason, TokenizedGenerateReq
 from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 
@@ -63,8 +64,8 @@ Step = list[NewTokens]
 class EngineDriver(Protocol):
     info: EngineInfo
 
-    def refusal(self, req: TokenizedGenerateReq) -> str | None:
-        """Return the reason why the engine cannot carry out `req`, None if it can."""
+    def refusal(self, req: TokenizedGenerateReq) -> BadRequestError | None:
+        """Return the error that refuses `req`, None if the engine can carry it out."""
 
     def submit(self, req: TokenizedGenerateReq, seed: int, cache_key: str) -> None:
         """Start a request. Only requests with the same `cache_key` may share pages of the KV cache."""

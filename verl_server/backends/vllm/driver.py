@@ -20,7 +20,7 @@ from verl_server.backends.vllm.outputs import RunningRequest
 from verl_server.backends.vllm.sampling import UNSUPPORTED, refusal, sampling_params
 from verl_server.backends.vllm.settings import engine_settings, set_environment
 from verl_server.backends.vllm.versions import check_installed
-from verl_server.errors import ControlTimeoutError, ServerDiedError
+from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError, ServerDiedError
 from verl_server.io_struct import FinishReason, TokenizedGenerateReq
 from verl_server.server_args import ServerArgs
 
@@ -50,13 +50,12 @@ class VllmDriver:
         self.info = _info(name, self._engine)
         self.call("verl_start", server_args.to_json().encode(), server_args.startup_timeout)
 
-    def refusal(self, req: TokenizedGenerateReq) -> str | None:
-        if len(req.input_ids) + (req.sampling.max_new_tokens or 0) > self.info.context_length:
-            return (
-                f"Prompt ({len(req.input_ids)} tokens) and max_new_tokens ({req.sampling.max_new_tokens}) exceed the "
-                f"context length of {self.info.context_length} tokens."
-            )
-        return refusal(req)
+    def refusal(self, req: TokenizedGenerateReq) -> BadRequestError | None:
+        prompt, new = len(req.input_ids), max(req.sampling.max_new_tokens or 0, 1)  # vLLM samples at least one
+        if prompt + new > self.info.context_length:
+            return ContextLengthError.of(prompt, new, self.info.context_length)
+        unsupported = refusal(req)
+        return None if unsupported is None else BadRequestError(unsupported)
 
     def submit(self, req: TokenizedGenerateReq, seed: int, cache_key: str) -> None:
         asyncio.run_coroutine_threadsafe(self._submit(req, seed, cache_key), self._loop)

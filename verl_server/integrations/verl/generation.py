@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import BadRequestError, ContextLengthError, VerlServerError
 from verl_server.integrations.verl.settings import ServingOptions, parse_version
 from verl_server.results import GenerateResult, MetaInfo
 from verl_server.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ def generate_request(
     for each turn or, with `full_determinism`, the same ids in each step.
 
     `context_length` is the most tokens in prompt and output together. Raises BadRequestError for an unknown sampling
-    parameter and for a prompt that is too long.
+    parameter, and ContextLengthError for a prompt that is too long.
     """
     params = _sampling_params(sampling_params, options)
     with_logprobs = bool(params.pop("logprobs", False))
@@ -92,10 +92,8 @@ def _token_limit(prompt_tokens: int, requested: int | None, context_length: int,
     """Return the most output tokens: the requested limit, or what verl's lengths leave, within the context."""
     room = context_length - prompt_tokens
     if room < 0:
-        raise BadRequestError(
-            f"The prompt has {prompt_tokens} tokens, but the context length is {context_length} "
-            "(actor_rollout_ref.rollout.max_model_len, else the model's max_position_embeddings)."
-        )
+        cause = "actor_rollout_ref.rollout.max_model_len, else the model's max_position_embeddings"
+        raise ContextLengthError.of(prompt_tokens, 0, context_length, cause)
     limit = room if requested is None else int(requested)
     if requested is None and options.response_length is not None:
         total = (options.prompt_length or 0) + options.response_length

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from verl_server.chat.formats import TOOL_FORMATS
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, ContextLengthError
 from verl_server.json_values import dumps
 from verl_server.rollout.agents.episode import End
 from verl_server.rollout.agents.gateway import GuardedEnvironment
@@ -184,13 +184,24 @@ async def _asked(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str
         if answer.status_code == 503:
             await asyncio.sleep(_RETRY_SECONDS)
             continue
-        if answer.status_code == 400 and "maximum context length" in answer.text:
+        if _error_code(answer) == ContextLengthError.code:
             raise End(StopReason.CONTEXT_FULL, answer.text[:500])
         if answer.is_error:
             text = f"{client.base_url.copy_with(path='/')} answered HTTP {answer.status_code}: {answer.text[:500]}"
             raise httpx.HTTPStatusError(text, request=answer.request, response=answer)
         choice: dict[str, Any] = answer.json()["choices"][0]
         return choice
+
+
+def _error_code(answer: httpx.Response) -> Any:
+    """The code in the body of an error, None if there is none."""
+    if not answer.is_error:
+        return None
+    try:
+        error = answer.json().get("error")
+    except (ValueError, AttributeError):  # not JSON, or no object
+        return None
+    return error.get("code") if isinstance(error, dict) else None
 
 
 async def _function_result(tool: Tool, function: Callable[..., Any], arguments: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from verl_server.errors import BadRequestError, SessionLimitError, SessionUnavailableError
+from verl_server.errors import BadRequestError, ContextLengthError, SessionLimitError, SessionUnavailableError
 from verl_server.server.sessions.session import Session
 from verl_server.session_types import CreateSession, RewardBody
 
@@ -36,12 +36,6 @@ class Bounds:
     session_bytes: int = 64 * 2**20
     """Memory of one session with its children, so that one agent cannot fill the memory of all."""
     max_children: int = 64
-
-
-class TurnTooLargeError(BadRequestError):
-    """The prompt of a turn is longer than `max_session_turn_tokens`."""
-
-    status_code = 413
 
 
 def check_text(name: str, text: str) -> None:
@@ -109,23 +103,18 @@ def check_turn(session: Session) -> None:
 def room(session: Session, bounds: Bounds, tokens: int) -> int | None:
     """Return the number of tokens that may be sampled behind a prompt of `tokens`; None: no limit.
 
-    Turns that run at once share no count. Raise SessionLimitError or TurnTooLargeError if there is no room.
+    Turns that run at once share no count. Raise ContextLengthError if there is no room.
     """
     limits, rooms = session.limits, []
-    if bounds.max_turn_tokens is not None:
-        if tokens >= bounds.max_turn_tokens:
-            raise TurnTooLargeError(
-                f"The prompt has {tokens} tokens; a turn may have {bounds.max_turn_tokens} (max_session_turn_tokens)."
-            )
-        rooms.append(bounds.max_turn_tokens - tokens)
-    if limits.max_context is not None:
-        if tokens >= limits.max_context:
-            session.limit = "max_context"
-            raise SessionLimitError(
-                f"Session {session.id}: the prompt of {tokens} tokens leaves no room in "
-                f"max_context={limits.max_context}."
-            )
-        rooms.append(limits.max_context - tokens)
+    contexts = {
+        "max_session_turn_tokens": bounds.max_turn_tokens,
+        f"max_context of the session {session.id}": limits.max_context,
+    }
+    for setting, most in contexts.items():
+        if most is not None:
+            if tokens >= most:
+                raise ContextLengthError.of(tokens, 0, most, setting)
+            rooms.append(most - tokens)
     if limits.max_tokens is not None:
         rooms.append(limits.max_tokens - session.sampled)
     return min(rooms) if rooms else None

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from verl_server import columns
 from verl_server.chat.session_view import NextTurn
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import BadRequestError, ContextLengthError, VerlServerError
 from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.sampling_params import EDITS, FILTERS, SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
@@ -167,10 +167,13 @@ class RequestTurns:
             turn = waiting.get(state.req.rid)
             if turn is None:
                 continue
-            if failure(state) is None and state.output_ids:
+            error = failure(state)
+            if error is None and state.output_ids:
                 self._store(state, turn, state.finish_reason or FinishReason(type="abort"))
             else:
                 self._ledger.cancel(turn)
+            if isinstance(error, ContextLengthError):  # the scheduler's refusal
+                self._ledger.note_full(turn.session_id)
 
     def tell_delivered(self, response: Response) -> None:
         """Let the ledger note when the client's connection took the whole reply."""

@@ -39,7 +39,7 @@ class SessionService:
         )
         self.ledger = SessionLedger(bounds, gate=self._gate, counters=manager.metrics, on_end=manager.finish_session)
         self.ledger.table.is_complete = server_args.session_store is None
-        self.turns = TurnLedger(self.ledger, end_tokens=self._end_tokens)
+        self.turns = TurnLedger(self.ledger, end_tokens=self._end_tokens, longest=self._longest)
         manager.metrics.watch_sessions(self.ledger.table)
         self._journal: Journal | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -47,6 +47,9 @@ class SessionService:
     def _end_tokens(self) -> list[int]:
         text = self._manager.model_text
         return [] if text is None else list(text.eos_token_ids)
+
+    def _longest(self) -> int:
+        return self._manager.text.bounds.longest
 
     async def open(self) -> None:
         """Read the store, and begin to write it. Raise BadRequestError or DamagedStoreError."""

@@ -8,8 +8,9 @@ each turn before the end of its reply is sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from starlette.responses import Response
 
 from verl_server import columns
 from verl_server.chat.session_view import NextTurn
-from verl_server.errors import BadRequestError, IdempotencyConflictError
+from verl_server.errors import BadRequestError, ContextLengthError, IdempotencyConflictError
 from verl_server.server.generate_request import ReadRequest, SessionParams
 from verl_server.server.generation import Generation
 from verl_server.server.replay.middleware import ReplayInfo
@@ -73,9 +74,10 @@ class SessionTurns:
         if caller is None:
             return await run_job(request, self._manager.text, job, body)
         view = self._ledger.view(caller, previous(body), repeats=bool(self._answered(request, caller)))
-        return await unless_disconnected(
-            request, self._manager.text.in_worker(in_session(job), session_body(view, body))
-        )
+        with self.notes_overflow(caller):
+            return await unless_disconnected(
+                request, self._manager.text.in_worker(in_session(job), session_body(view, body))
+            )
 
     async def submit(
         self, request: Request, read: ReadRequest, next: NextTurn | None, shape: ReplyShape, write: Write | None = None
@@ -89,6 +91,30 @@ class SessionTurns:
         caller = session_of(request) if continued is None else _named(request, continued)
         if caller is None:
             return await self._manager.submit_read(read, write, session_id=header_hint(request.headers))
+        with self.notes_overflow(caller):
+            return await self._submit(request, caller, read, next, shape, write)
+
+    @contextlib.contextmanager
+    def notes_overflow(self, caller: SessionCaller | None) -> Iterator[None]:
+        """Note in the session of `caller` that its context is full, if the body raises ContextLengthError."""
+        try:
+            yield
+        except ContextLengthError:
+            if caller is not None:
+                self._ledger.note_full(caller.session_id)
+            raise
+
+    async def _submit(
+        self,
+        request: Request,
+        caller: SessionCaller,
+        read: ReadRequest,
+        next: NextTurn | None,
+        shape: ReplyShape,
+        write: Write | None,
+    ) -> Generation:
+        """`submit` in a session."""
+        continued = read.request.session_params
         self._check(read, caller)
         replay = _replay_of(request)
         answered = self._answered(request, caller)
@@ -208,7 +234,7 @@ class SessionTurns:
             prompts.append(_prompt(turn))
             await slices.end()
         if shape.clamps:
-            room = self._manager.context_length - len(prompts[0])
+            room = self._manager.text.bounds.longest - len(prompts[0])
             for each in params:
                 each["max_new_tokens"] = min(each["max_new_tokens"], max(room, 0))
         request = msgspec.structs.replace(read.request, return_logprob=True, session_id=None, conversation_id=None)

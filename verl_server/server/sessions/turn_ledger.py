@@ -39,10 +39,16 @@ _CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class TurnLedger:
-    def __init__(self, ledger: SessionLedger, *, end_tokens: Callable[[], list[int]] = list) -> None:
-        """`end_tokens` returns the model's."""
+    def __init__(
+        self,
+        ledger: SessionLedger,
+        *,
+        end_tokens: Callable[[], list[int]] = list,
+        longest: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """`end_tokens` returns the model's, `longest` the most tokens of a prompt with its output."""
         self._ledger, self._table, self._bounds = ledger, ledger.table, ledger.bounds
-        self._end_tokens = end_tokens
+        self._end_tokens, self._longest = end_tokens, longest
 
     def opened(self, caller: SessionCaller, *, repeats: bool = False) -> Session | None:
         """Return the session or child session that a request generates in. None: a child that does not exist yet.
@@ -79,6 +85,12 @@ class TurnLedger:
         if found is None:
             raise BadRequestError(f"session_params.rid: session {session_id} has no finished request {rid[:200]}.")
         return found
+
+    def note_full(self, session_id: str) -> None:
+        """Note that a turn of a session was refused, because its context is full."""
+        session = self._table.get(session_id)
+        if session is not None:
+            session.root.limit = "max_context"
 
     def check_samples(self, caller: SessionCaller, count: int) -> None:
         """Raise SessionLimitError if `count` turns that begin together can never begin in the session."""
@@ -187,14 +199,20 @@ class TurnLedger:
             reply=reply.text,
         )
         self._ledger.record(record)
-        root = session.root
-        if finished.finish[0] == "length" and pending.room is not None and len(finished.output) // 4 >= pending.room:
-            limits = root.limits
-            is_used = limits.max_tokens is not None and root.sampled >= limits.max_tokens
-            root.limit = "max_tokens" if is_used else "max_context"
+        if finished.finish[0] == "length":
+            self._note_cut(session, pending, turn, len(finished.output) // 4)
         if self._ledger.counters is not None:
             self._ledger.counters.turn_finished(self.described(turn, finished.next)["began"])
         await self._ledger.store.flushed()
+
+    def _note_cut(self, session: Session, pending: PendingTurn, turn: OpenTurn, sampled: int) -> None:
+        """Note the limit that cut a turn of `sampled` tokens, unless the request's own limit cut it."""
+        root, longest = session.root, self._longest()
+        is_full = longest is not None and len(turn.prompt) // 4 + sampled >= longest
+        if is_full or (pending.room is not None and sampled >= pending.room):
+            most = root.limits.max_tokens
+            is_used = most is not None and root.sampled >= most
+            root.limit = "max_tokens" if is_used else "max_context"
 
     def cancel(self, turn: OpenTurn) -> None:
         """Drop a turn that sampled nothing."""

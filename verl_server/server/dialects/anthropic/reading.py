@@ -51,7 +51,7 @@ def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
     tools.limits.check_sampling(SamplingParams.parse(params))
     prompt, parallel = _prompt(tools, request)
     # As in Anthropic's API, a message may ask for more tokens than the context has room for.
-    room = tools.bounds.context_length - prompt.length
+    room = tools.bounds.longest - prompt.length
     params["max_new_tokens"] = min(request.max_tokens, max(room, 0))
     if prompt.output.grammar is not None:
         params["ebnf"] = prompt.output.grammar

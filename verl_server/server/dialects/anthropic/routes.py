@@ -140,4 +140,5 @@ def anthropic_error(error: VerlServerError) -> Response:
 
 def _error(error: VerlServerError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status_code < 500 else "api_error"
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status_code, kind), "message": str(error)}}
+    content = {"type": _ERROR_TYPES.get(error.status_code, kind), "message": str(error)}
+    return {"type": "error", "error": content | ({"code": error.code} if error.code else {})}

@@ -21,6 +21,7 @@ class ModelNotFoundError(VerlServerError):
     """The request names an adapter of a model, and adapters are not served."""
 
     status_code = 404
+    code = "model_not_found"
 
 
 def openai_error(error: VerlServerError, fields: Iterable[str] = ()) -> Response:
@@ -32,8 +33,7 @@ def error_content(error: VerlServerError, fields: Iterable[str] = ()) -> dict[st
     """Return the body of an error response, or of the frame that ends a stream."""
     message, kind = str(error), openai_error_type(error)
     param = "model" if isinstance(error, ModelNotFoundError) else error_param(message, fields)
-    code: Any = "model_not_found" if isinstance(error, ModelNotFoundError) else error.status_code
-    inner = {"message": message, "type": kind, "param": param, "code": code}
+    inner = {"message": message, "type": kind, "param": param, "code": error.code or error.status_code}
     return error_object(message, error.status_code, kind) | {"param": param, "error": inner}
 
 

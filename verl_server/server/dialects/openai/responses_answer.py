@@ -12,7 +12,6 @@ from verl_server.chat.output import ContentDelta, Delta, OutputParser, ToolCallD
 from verl_server.errors import VerlServerError
 from verl_server.server.detokenizer import IncrementalDetokenizer
 from verl_server.server.dialects.openai.choices import weight_versions
-from verl_server.server.dialects.openai.errors import error_content
 from verl_server.server.dialects.openai.logprobs import LogprobWriter
 from verl_server.server.dialects.openai.responses_items import Event, OutputItems
 from verl_server.server.dialects.openai.responses_request import ReadResponse
@@ -197,5 +196,5 @@ def _usage(state: ReqState) -> dict[str, Any]:
 
 
 def _error(error: VerlServerError) -> dict[str, Any]:
-    content = error_content(error)
-    return {"code": "server_error" if content["code"] >= 500 else "invalid_prompt", "message": content["message"]}
+    code = error.code or ("server_error" if error.status_code >= 500 else "invalid_prompt")
+    return {"code": code, "message": str(error)}

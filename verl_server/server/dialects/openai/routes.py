@@ -313,5 +313,6 @@ async def _frames(generation: Generation, choices: Choices, body: OpenAIRequest)
         if body.wants_usage:
             yield choices.usage_frame(generation.states)
     except VerlServerError as error:
-        yield sse({"error": error_content(error)})
+        content = error_content(error)
+        yield sse({"error": content | {"code": content["error"]["code"]}})  # where the openai SDK reads it in a stream
     yield SSE_DONE

@@ -38,7 +38,7 @@ from verl_server.server.responses import (
     unless_disconnected,
 )
 from verl_server.server.sessions.request_turns import ReplyShape
-from verl_server.server.sessions.session_turns import SessionTurns
+from verl_server.server.sessions.session_turns import SessionTurns, session_of
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
@@ -87,10 +87,11 @@ class NativeApi:
             return bad_request(error)
         try:
             self._manager.check_serving()
-            if (packed := request.headers.get(PROMPT_HEADER)) is not None:
-                read = await self._manager.text.read_packed(*split_prompt(packed, body))
-            else:
-                read = await run_job(request, self._manager.text, GENERATE, body)
+            with self._turns.notes_overflow(session_of(request)):
+                if (packed := request.headers.get(PROMPT_HEADER)) is not None:
+                    read = await self._manager.text.read_packed(*split_prompt(packed, body))
+                else:
+                    read = await run_job(request, self._manager.text, GENERATE, body)
             judge_unknown(request, read.unknown_fields)
             write = result_writer(request, read.request.stream)
             generation = await self._turns.submit(request, read, None, ReplyShape("generate"), write)
@@ -113,8 +114,8 @@ class NativeApi:
             async for frame in generation.frames(self._args.incremental_streaming_output):
                 yield sse(frame)
         except VerlServerError as error:
-            code = error.status_code
-            kind = "invalid_request_error" if code < 500 else "server_error"
+            kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+            code = error.code or error.status_code
             yield sse({"error": {"message": str(error), "type": kind, "code": code, "retryable": False}})
         yield SSE_DONE
 

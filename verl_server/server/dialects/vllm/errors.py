@@ -1,4 +1,4 @@
-"""Error answers in vLLM's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Error answers in vLLM's shape: {"error": {"message", "type", "param", "code"}}. `code` is the status or a name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error_content(error: VerlServerError) -> dict[str, Any]:
     except ValueError:
         phrase = "Internal Server Error"
     kind = kinds.get(error.status_code, phrase)
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.status_code}}
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code or error.status_code}}
 
 
 def answers_errors(handler: Handler) -> Handler:
