@@ -83,7 +83,7 @@ class WordRenderer:
     def observation_tokens(self, observation: dict[str, Any], last_token: int | None) -> list[int]:
         return [ord(letter) for letter in observation["text"]]
 
-    def action(self, token_ids: list[int]) -> dict[str, Any]:
+    def action(self, token_ids: list[int], prompt_ids: list[int]) -> dict[str, Any]:
         return {"text": "".join(chr(token) for token in token_ids)}
 
 

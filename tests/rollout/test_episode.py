@@ -80,7 +80,7 @@ def test_a_turn_says_how_it_was_sampled() -> None:
 
 def test_a_wrong_json_action_is_a_turn_that_the_environment_does_not_see() -> None:
     class JsonRenderer(WordRenderer):
-        def action(self, token_ids: list[int]) -> dict[str, Any]:
+        def action(self, token_ids: list[int], prompt_ids: list[int]) -> dict[str, Any]:
             schema = {"type": "object", "required": ["n"]}
             return ActionReader("json", "text", "text", schema).read("".join(map(chr, token_ids)))
 

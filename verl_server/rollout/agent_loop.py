@@ -24,7 +24,7 @@ from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.results import SchedulerInfo
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
-from verl_server.rollout.renderer import Renderer
+from verl_server.rollout.renderer import Renderer, TokenizerRenderer
 from verl_server.rollout.restarts import HealedServer
 from verl_server.rollout.running_loop import is_loop_running, refuse_running_loop
 from verl_server.rollout.stragglers import StragglerWatch
@@ -66,6 +66,7 @@ class AgentLoop:
 
         `environment` is the URL of an environment server, or a function that returns the client of one environment.
         `max_concurrency` is the largest number of episodes, hence of environments, at one time (None: no bound).
+        A renderer of this package separates the policy's reasoning from its answer as the engine's chat routes do.
         """
         if max_concurrency is not None and max_concurrency < 1:
             raise BadRequestError(f"max_concurrency must be at least 1 or None, not {max_concurrency}.")
@@ -73,6 +74,8 @@ class AgentLoop:
         self.engine: EngineBase = engine if isinstance(engine, EngineBase) else self._attached  # type: ignore[assignment]
         self.limits = limits or Limits()
         self._environment = environment
+        if isinstance(renderer, TokenizerRenderer):
+            renderer = renderer.for_server(self.engine.server_args.reasoning_parser)
         self._renderer = renderer
         self._sampling_params = sampling_params or {}
         self._max_concurrency = max_concurrency

@@ -63,6 +63,9 @@ class RolloutArgs:
     """`text` sends the policy's text under one key. `json` sends the JSON object that the policy writes, with any
     number of keys. JSON that is wrong, or that violates the environment's schema (at /schema), is answered by an
     observation that says why, and counts as a turn without a reward."""
+    reasoning_parser: str | None = None
+    """Format of the policy's reasoning, which the environment does not get. Default: the server's setting, or else what
+    the chat template shows. `none` sends the whole text. A reasoning without an end is answered as wrong JSON is."""
     max_turns: int = 8
     """Most turns in an episode."""
     max_new_tokens: int = 512
@@ -149,6 +152,7 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
         action_key=args.action_key,
         action_format=args.action_format,
         action_schema=environment_schema(args.environment, args.env_timeouts.connect),
+        reasoning_parser=args.reasoning_parser,
     )
     check_environment(args.environment, renderer, args.env_timeouts, option="--environment", bounds="--env-timeouts")
     tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]

@@ -57,7 +57,8 @@ class Limits:
     max_turns: int = 32
     """Most turns. The episode ends as MAX_TURNS."""
     max_new_tokens: int = 256
-    """Most sampled tokens in one turn. The turn's action is then played as it is."""
+    """Most sampled tokens in one turn. The turn's action is then played as it is; without an end of the reasoning there
+    is none."""
     max_tokens: int | None = None
     """Most tokens in the trajectory, observations included. The episode ends as MAX_TOKENS."""
     generate_timeout: float = 600.0
@@ -162,7 +163,8 @@ class Episode:
     async def act(self) -> None:
         """Send the turn's action to the environment, and record the reward and the next observation.
 
-        If the sampled tokens stand for no action, the environment is not called. The observation then says why.
+        If the sampled tokens stand for no action (wrong JSON, or a reasoning without an end), the environment is not
+        called. The observation then says why, and the turn counts, without a reward.
         """
         if self.is_over:
             return
@@ -170,7 +172,8 @@ class Episode:
         turn = trajectory.turns[-1]
         with self._recorded("env"), self._env_faults():
             try:
-                turn.action = self._renderer.action(trajectory.action_tokens())
+                prompt_ids = trajectory.tokens[: turn.action_span[0]]
+                turn.action = self._renderer.action(trajectory.action_tokens(), prompt_ids)
                 result = await self._environment.step(turn.action)
             except ActionError as error:
                 result = StepResult(error.observation, None, False)

@@ -1,13 +1,16 @@
 """Renderers: from an environment's observations to tokens, and from sampled tokens to actions.
 
 An `Episode` calls its renderer for each observation and each action. An observation becomes tokens once, when it
-arrives. Sampled tokens are never tokenized again. `ActionReader` reads the sampled text as an action.
+arrives. Sampled tokens are never tokenized again. `AnswerReader` separates the sampled text from the policy's
+reasoning, and `ActionReader` reads it as an action.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, Self
 
 import orjson
 from referencing.exceptions import Unresolvable
@@ -15,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.rollout.action_schema import ActionSchema
+from verl_server.rollout.answers import AnswerReader
 from verl_server.rollout.environment import Action, EnvError, Observation
 
 ActionFormat = Literal["text", "json"]
@@ -37,8 +41,11 @@ class Renderer(Protocol):
         """Tokens to append to the trajectory. `last_token` ended the previous turn (None: there is no turn yet)."""
         ...
 
-    def action(self, token_ids: list[int]) -> Action:
-        """The action that the sampled tokens of a turn stand for. Raises ActionError if they stand for none."""
+    def action(self, token_ids: list[int], prompt_ids: list[int]) -> Action:
+        """The action that the sampled tokens of a turn stand for. `prompt_ids` are the tokens before them.
+
+        Raises ActionError if they stand for none.
+        """
         ...
 
 
@@ -67,11 +74,14 @@ class ActionReader:
                 "(--action-format json) if there are more."
             )
 
-    def read(self, text: str) -> Action:
+    def read(self, text: str | None) -> Action:
         """The action. Raises ActionError for JSON that is no object, or that violates the environment's schema.
 
-        JSON may stand in a fenced block. Raises EnvError if the schema refers to a document of another host.
+        JSON may stand in a fenced block. `text` is None if the policy did not end its reasoning. That is an
+        ActionError in each format. Raises EnvError if the schema refers to a document of another host.
         """
+        if text is None:
+            raise self._refusal("There is no answer, because the reasoning did not end. Reason less.")
         if self._format == "text":
             return {self._action_key: text}
         fenced = _FENCED.fullmatch(text.strip())
@@ -95,12 +105,42 @@ class ActionReader:
 
     def _refusal(self, fault: str) -> ActionError:
         keys = ", ".join(self._schema.schema.get("properties", {})) if self._schema is not None else ""
-        advice = f"Answer with one JSON object{f' with the keys {keys}' if keys else ''} and nothing else."
-        message = f"{fault} {advice}"
+        advice = f" Answer with one JSON object{f' with the keys {keys}' if keys else ''} and nothing else."
+        message = fault + (advice if self._format == "json" else "")
         return ActionError(message, {self._observation_key: message})
 
 
-class TextRenderer:
+class TokenizerRenderer:
+    """What `TextRenderer` and `ChatRenderer` have in common: the action is in the answer, without the reasoning."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | Mapping[str, str] | None,
+        reasoning_parser: str | None,
+        actions: ActionReader,
+    ) -> None:
+        """`template` and `reasoning_parser` say how the policy writes its reasoning (`AnswerReader`)."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._parser = reasoning_parser
+        self._actions = actions
+        self._answers = AnswerReader(tokenizer, template, reasoning_parser)
+
+    def for_server(self, reasoning_parser: str | None) -> Self:
+        """The same renderer for a server with this setting, which counts if the renderer was made without one."""
+        if self._parser is not None or reasoning_parser is None:
+            return self
+        other = copy.copy(self)
+        other._answers = AnswerReader(self._tokenizer, self._template, reasoning_parser)
+        return other
+
+    def action(self, token_ids: list[int], prompt_ids: Sequence[int] = ()) -> Action:
+        """See `Renderer.action`. An answer whose reasoning did not end is no action."""
+        return self._actions.read(self._answers.read(token_ids, prompt_ids))
+
+
+class TextRenderer(TokenizerRenderer):
     """Renders plain text. An observation's tokens follow an action's with nothing between them."""
 
     def __init__(
@@ -111,14 +151,19 @@ class TextRenderer:
         action_key: str = "text",
         action_format: ActionFormat = "text",
         action_schema: dict[str, Any] | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         """The policy's text is sent as `{action_key: text}`. In the format "json" it is the action, a JSON object.
 
         JSON that violates `action_schema`, the environment's JSON schema, is not sent.
+
+        The reasoning before the answer is not sent. `reasoning_parser` is its format, as in the server's setting.
+        Default: the setting of the server that `AgentLoop` generates with, or else what the chat template shows. "none"
+        sends the whole text.
         """
-        self._tokenizer = tokenizer
+        actions = ActionReader(action_format, action_key, observation_key, action_schema)
+        super().__init__(tokenizer, tokenizer.chat_template, reasoning_parser, actions)
         self._observation_key = observation_key
-        self._actions = ActionReader(action_format, action_key, observation_key, action_schema)
 
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
         text = observation_text(observation, self._observation_key)
@@ -126,11 +171,8 @@ class TextRenderer:
         bos = self._tokenizer.bos_token_id
         return [bos, *ids] if last_token is None and bos is not None else ids
 
-    def action(self, token_ids: list[int]) -> Action:
-        return self._actions.read(str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
 
-
-class ChatRenderer:
+class ChatRenderer(TokenizerRenderer):
     """Renders the model's chat template: observations are user messages, actions are assistant messages.
 
     A later observation is rendered after a placeholder conversation, of which everything up to the placeholder's answer
@@ -149,15 +191,17 @@ class ChatRenderer:
         action_key: str = "text",
         action_format: ActionFormat = "text",
         action_schema: dict[str, Any] | None = None,
+        reasoning_parser: str | None = None,
         **template_options: Any,
     ) -> None:
         """`template_options` are arguments of the chat template. For the others see `TextRenderer`."""
         if not tokenizer.chat_template:
             raise BadRequestError("This tokenizer has no chat template; use TextRenderer.")
-        self._tokenizer = tokenizer
+        template = template_options.get("chat_template") or tokenizer.chat_template
+        actions = ActionReader(action_format, action_key, observation_key, action_schema)
+        super().__init__(tokenizer, template, reasoning_parser, actions)
         self._system = [{"role": "system", "content": system}] if system else []
         self._observation_key = observation_key
-        self._actions = ActionReader(action_format, action_key, observation_key, action_schema)
         self._options = template_options
 
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
@@ -169,9 +213,6 @@ class ChatRenderer:
         ids = self._encode(text[text.rindex(self._PLACEHOLDER) + len(self._PLACEHOLDER) :])
         # The template ends an answer with the token that ended the sampling, which is in the trajectory already.
         return ids[1:] if ids and ids[0] == last_token else ids
-
-    def action(self, token_ids: list[int]) -> Action:
-        return self._actions.read(str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         return str(
