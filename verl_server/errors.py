@@ -189,7 +189,7 @@ def error_for_status(
 ) -> VerlServerError:
     """Return an error for an HTTP status. `bad_request` is the class for a status 4xx that has no class of its own.
 
-    `code` is the error's code in a body. The code of a class wins over the status.
+    `code` is the error's code in a body. The code of a class wins over the status. The error keeps any other name.
     """
     if code == ContextLengthError.code:
         return ContextLengthError(message)
@@ -203,4 +203,6 @@ def error_for_status(
     kind = kinds.get(status_code, bad_request if 400 <= status_code < 500 else VerlServerError)
     error = kind(message)
     error.status_code = status_code if status_code >= 400 else kind.status_code
+    if isinstance(code, str) and not code.isdecimal():
+        error.code = code
     return error

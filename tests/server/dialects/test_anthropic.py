@@ -353,6 +353,23 @@ def test_a_wrong_body_is_refused_in_anthropics_shape(stack: Stack, body: dict[st
     assert message in answer["error"]["message"]
 
 
+THREADS: list[dict[str, Any]] = [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("thread", THREADS)
+def test_a_thread_is_refused_as_the_sdk_expects(stack: Stack, path: str, thread: Any) -> None:
+    """Its `tool_runner` sends the whole conversation after this error."""
+    answer = post(stack, path, thread=thread)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "send the whole `messages` in each request" in error["message"]
+    assert not stack.scheduler.received
+    for empty in (None, False):
+        assert post(stack, path, thread=empty).status_code == 200
+
+
 def test_fields_without_effect_are_accepted(stack: Stack) -> None:
     say(stack, "Hello!")
     body = {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}}

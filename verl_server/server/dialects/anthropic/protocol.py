@@ -15,14 +15,19 @@ from verl_server.server.json_body import names_of_unknown
 R = TypeVar("R", bound="CountTokensRequest")
 
 REFUSED = {
+    "compaction": "the server summarizes nothing: ask for a summary in a message, and send it in the next request",
     "container": "the server runs no code",
     "mcp_servers": "the server calls no tools: declare the tools in `tools` and call them in the client",
+    "thread": "the server holds no conversation under the id of a message: send the whole `messages` in each request",
 }
 """Known field that is not implemented -> what to do instead."""
 WITHOUT_EFFECT = {
+    "billing_policy": "nobody is billed",
     "cache_control": "the server reuses the longest cached prefix of every request by itself",
     "context_management": "the server renders the conversation that the client sends, and edits nothing",
     "diagnostics": "answers hold no diagnostics of the prompt cache",
+    "fallback_credit_token": "nobody is billed",
+    "fallbacks": "the served model declines nothing, so no other one is asked",
     "inference_geo": "there is one server",
     "metadata": "requests are not recorded by user",
     "service_tier": "there is one tier",
@@ -32,6 +37,12 @@ WITHOUT_EFFECT = {
 }
 """Known field that is accepted and changes nothing -> why nothing is lost. It may also stand in a content block or a
 tool."""
+
+
+class ThreadUnsupportedError(BadRequestError):
+    """The request has `thread`. Anthropic's clients know the code, and send the whole conversation instead."""
+
+    code = "thread_unsupported_request"
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -121,8 +132,9 @@ def parse_body(body: Any, kind: type[R]) -> tuple[R, list[str]]:
         raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
     given = {key: value for key, value in body.items() if value is not None}
     for name, remedy in REFUSED.items():
-        if given.get(name) not in (None, [], {}, ""):
-            raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
+        if given.get(name) not in (None, False, [], {}, ""):
+            refusal = ThreadUnsupportedError if name == "thread" else BadRequestError
+            raise refusal(f"Field `{name}` is not supported: {remedy}.")
     try:
         request = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

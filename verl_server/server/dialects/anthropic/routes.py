@@ -19,6 +19,7 @@ from verl_server.server.dialects.anthropic.protocol import (
     WITHOUT_EFFECT,
     CountTokensRequest,
     MessagesRequest,
+    ThreadUnsupportedError,
     TokenCount,
 )
 from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
@@ -140,5 +141,9 @@ def anthropic_error(error: VerlServerError) -> Response:
 
 def _error(error: VerlServerError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status_code < 500 else "api_error"
-    content = {"type": _ERROR_TYPES.get(error.status_code, kind), "message": str(error)}
-    return {"type": "error", "error": content | ({"code": error.code} if error.code else {})}
+    content: dict[str, Any] = {"type": _ERROR_TYPES.get(error.status_code, kind), "message": str(error)}
+    if error.code is not None:
+        content["code"] = error.code
+    if error.code == ThreadUnsupportedError.code:  # where Anthropic's clients look
+        content["details"] = {"error_code": error.code, "unsupported": ["thread"]}
+    return {"type": "error", "error": content}
