@@ -28,6 +28,10 @@ KNOWN = ["max_tokens", "temperature", "stop", "n", "logprobs", "top_p", "message
         ("step", None),  # another word
         ("store", None),
         ("id", None),
+        ("see", "seed"),
+        ("dees", None),
+        ("models", None),
+        ("do_sample", None),
         ("tempature", None),  # two letters are missing
         ("priority", None),
         ("", None),

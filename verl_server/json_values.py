@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections import UserString, deque
+from collections.abc import Iterable, Mapping, Sequence, Set, ValuesView
+from datetime import timedelta
 from os import PathLike, fspath
 from typing import Any
 
@@ -16,15 +19,23 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as JSON. Raise TypeError, which names the type, for a value that JSON cannot represent."""
-    return orjson.dumps(value, default=jsonable, option=_OPTIONS)
+    """Return a value as JSON. Raise TypeError, which names the type, for a value that JSON cannot represent.
+
+    Integers beyond 64 bits are written as they are.
+    """
+    try:
+        return orjson.dumps(value, default=jsonable, option=_OPTIONS)
+    except orjson.JSONEncodeError as error:
+        if "64-bit" not in str(error):
+            raise
+        return json.dumps(value, default=jsonable, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def jsonable(value: Any) -> Any:
     """Return a value of a type that JSON does not have as one that it has. Raise TypeError if there is none.
 
     Arrays and scalars of torch and numpy become lists and numbers. Ranges, sets (sorted where they can be), tuples and
-    other iterables with a length become lists, mappings and pydantic's models become objects, paths and UTF-8 bytes
+    other sequences become lists, mappings and pydantic's models become objects, paths and UTF-8 bytes
     become texts.
     """
     if callable(tolist := getattr(value, "tolist", None)):  # torch and numpy, also what orjson does not read of them
@@ -41,7 +52,9 @@ def jsonable(value: Any) -> Any:
         return bytes(value).decode()  # a UnicodeDecodeError is a ValueError, which encoders pass on
     if isinstance(value, PathLike):
         return fspath(value)
-    if isinstance(value, Iterable) and hasattr(value, "__len__"):
+    if isinstance(value, UserString | timedelta):
+        return str(value)
+    if isinstance(value, Sequence | Set | ValuesView | deque):
         return list(value)
     if type(value).__module__ == "decimal" or type(value).__name__ == "Fraction":
         return float(value)

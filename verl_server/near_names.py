@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_SHORTEST = 4
-"""Shorter names are too near to each other."""
+_SHORTEST = 3
+"""Shorter names are too near to each other. (`tag` and `mod` are near to `tags` and `mode`.)"""
+_SHORTEST_EXCHANGED = 4
+"""From this length on, two exchanged letters are a slip."""
 _SHORTEST_REPLACED = 6
 """From this length on, one other letter is a slip. Below, it is as likely another word (`step` and `stop`)."""
 _OTHER_WORDS = {
-    "do_sample": ("temperature",),
-    "eos_token_id": ("stop_token_ids",),
     "history": ("messages",),
     "max_gen_len": ("max_tokens", "max_output_tokens"),
     "max_generated_tokens": ("max_tokens", "max_output_tokens"),
@@ -34,8 +34,14 @@ _OTHER_WORDS = {
 """Word of other libraries -> fields with that meaning. The first one that a request knows counts."""
 
 
+_WORDS = frozenset({"models", "model", "mode"})
+"""Names that are near to each other and mean what they say: other services have them."""
+
+
 def near_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name for which `name` was probably meant, or None."""
+    if name in _WORDS:
+        return None
     known = set(known)
     for meant in _OTHER_WORDS.get(_plain(name), ()):
         if meant in known:
@@ -54,6 +60,8 @@ def _is_near(name: str, other: str) -> bool:
     at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(shorter))
     if len(shorter) < len(longer):
         return shorter[at:] == longer[at + 1 :]
+    if len(shorter) < _SHORTEST_EXCHANGED:
+        return False
     if shorter[at + 2 :] == longer[at + 2 :] and shorter[at : at + 2] == longer[at : at + 2][::-1]:
         return True
     return len(shorter) >= _SHORTEST_REPLACED and shorter[at + 1 :] == longer[at + 1 :]

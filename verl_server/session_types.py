@@ -36,7 +36,7 @@ class SessionLimits(msgspec.Struct, frozen=True, omit_defaults=True):
     idle_seconds: float | None = None
 
 
-class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True):
     """Body of `POST /sessions`."""
 
     id: str | None = None
@@ -126,7 +126,7 @@ class SessionList(msgspec.Struct, frozen=True):
     next: str | None
 
 
-class RewardBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RewardBody(msgspec.Struct, frozen=True):
     """Body of `POST /sessions/{id}/reward`. The same name and turn replace an earlier value."""
 
     reward: float
@@ -137,7 +137,7 @@ class RewardBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rewards of the whole session add up over their names."""
 
 
-class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FinishBody(msgspec.Struct, frozen=True):
     """Body of `POST /sessions/{id}/finish`."""
 
     reason: str = "done"

@@ -123,6 +123,33 @@ def test_one_request_by_its_name(held: Held, pool: ThreadPoolExecutor) -> None:
     assert not was_aborted(held.stack.post("/generate", generate | {"rid": "a"})), "a later request of this name"
 
 
+def test_no_name_is_no_name(held: Held, pool: ThreadPoolExecutor) -> None:
+    answer = pool.submit(held.stack.post, "/generate", REQUESTS["/generate"])
+    held.wait_for(1)
+    held.stack.post("/abort_request", {"rid": "None"})
+    held.release()
+    assert not was_aborted(answer.result(30))
+
+
+def test_the_name_of_a_request_ends_all_its_samples(make_stack: MakeStack) -> None:
+    """After the hand-over as before it, where the samples have names of their own."""
+    stack = make_stack()
+    stack.scheduler.hold = True
+    results: list[Any] = []
+    params = {"max_new_tokens": 2, "n": 3}
+    pending = threading.Thread(
+        target=lambda: results.append(stack.generate(input_ids=[5], rid="s", sampling_params=params))
+    )
+    pending.start()
+    stack.scheduler.wait_for(io.TokenizedGenerateReq, 3)
+    stack.post("/abort_request", {"rid": "s"})
+    assert len(stack.scheduler.wait_for(io.AbortReq, 3)) == 3
+    stack.scheduler.release()
+    pending.join(20)
+    assert [each["meta_info"]["finish_reason"]["type"] for each in results[0]] == 3 * ["abort"]
+    assert not stack.manager._by_name
+
+
 def test_a_pause_that_aborts_nothing(held: Held, pool: ThreadPoolExecutor) -> None:
     answer = pool.submit(held.stack.post, "/generate", REQUESTS["/generate"])
     held.wait_for(1)

@@ -29,6 +29,7 @@ from verl_server.server_args import ServerArgs
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
+    "/abort_requests": {"request_ids": ["a"]},
     "/generate": {"input_ids": [70, 71], "sampling_params": {"max_new_tokens": 2}},
     "/v1/completions": {"prompt": "hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
@@ -218,10 +219,8 @@ def base_body(operation: Operation) -> dict[str, Any]:
     return {name: VALUES.get(name, sensible(kinds[name])) for name in required}
 
 
-def send(stack: Stack, operation: Operation, changes: dict[str, Any], *, keep_null: bool = False) -> httpx.Response:
-    body = base_body(operation) | changes
-    if not keep_null:
-        body = {name: value for name, value in body.items() if value is not None}
+def send(stack: Stack, operation: Operation, changes: dict[str, Any]) -> httpx.Response:
+    body = {name: value for name, value in (base_body(operation) | changes).items() if value is not None}
     return stack.request(operation.methods[-1], operation.path, json=body)
 
 
@@ -297,16 +296,16 @@ def test_a_misspelled_field_is_refused_with_the_field(path: str, fields_stack: S
     operation = OPERATIONS[path]
     known = [*operation.fields, *operation.refused, *operation.without_effect]
     known += ["stream_options.include_usage"] if "stream_options" in operation.fields else []
-    known += ["sampling_params.temperature"] if operation.inside else []
+    known += [f"{place}.{max(names, key=len)}" for place, names in operation.inside.items()]
     elsewhere = {name for each in OPERATIONS.values() for name in (*each.fields, *each.refused, *each.without_effect)}
     wrong = {}
     for name in known:
         outer, _, own = name.rpartition(".")
         slip = own[:-3] + own[-2:]  # one letter is missing
-        if len(slip) < 4 or slip in elsewhere:
+        if len(slip) < 3 or slip in elsewhere:
             continue
-        changes = {outer: {**base_body(operation).get(outer, {}), slip: None}} if outer else {slip: None}
-        response = send(fields_stack, operation, changes, keep_null=True)
+        changes = {outer: {**base_body(operation).get(outer, {}), slip: 1}} if outer else {slip: 1}
+        response = send(fields_stack, operation, changes)
         if response.status_code != 400 or f"`{outer + '.' if outer else ''}{slip}`" not in response.text:
             wrong[name] = f"{response.status_code} {response.text}"
         elif "Did you mean" not in response.text:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Stack
+from verl_server.io_struct import AbortReq
 from verl_server.server.json_body import MOST_NAMES
 
 HEADER = "x-verl-unknown-fields"
@@ -53,9 +54,70 @@ def test_query_parameters(stack: Stack) -> None:
     assert stack.post("/flush_cache?api-version=1&timeout=1", {}).headers[HEADER] == "?api-version"
 
 
-def test_an_abort_of_one_request_does_not_become_an_abort_of_all(stack: Stack) -> None:
-    refused = stack.post("/abort_requests", {"request_id": ["a"]})
-    assert refused.status_code == 400 and "Did you mean `request_ids`?" in refused.text
+@pytest.mark.parametrize("name", ["request_id", "rid", "rids", "ids", "requests", "of_a_newer_client"])
+def test_an_abort_of_one_request_does_not_become_an_abort_of_all(name: str, stack: Stack) -> None:
+    refused = stack.post("/abort_requests", {name: ["a"]})
+    assert refused.status_code == 400 and "request_ids" in refused.text
+
+
+def test_only_one_path_aborts_all_without_a_name(stack: Stack) -> None:
+    assert stack.post("/abort_requests", {}).status_code == 200
+    assert stack.post("/abort_requests", {"request_ids": None}).status_code == 200
+    assert stack.post("/inference/v1/abort_requests", {}).status_code == 400
+    stack.scheduler.received.clear()
+    assert stack.post("/inference/v1/abort_requests", {"request_ids": []}).json()["aborted"] == 0
+    assert not any(isinstance(message, AbortReq) for message in stack.scheduler.received)
+
+
+def test_null_asks_for_nothing(stack: Stack) -> None:
+    assert generate(stack, temprature=None, of_a_newer_client=None).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/release_memory_occupation", {"tag": ["kv_cache"]}, "`tag`. Did you mean `tags`?"),
+        ("/pause_generation", {"mod": "in_place"}, "`mod`. Did you mean `mode`?"),
+        ("/sleep?tag=weights", {}, "`tag`. Did you mean `tags`?"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"master_adress": "h"}},
+            "`init_info.master_adress`. Did you mean `init_info.master_address`?",
+        ),
+    ],
+)
+def test_slips_that_would_change_what_a_control_call_does(
+    path: str, body: dict[str, Any], says: str, stack: Stack
+) -> None:
+    refused = stack.post(path, body)
+    assert refused.status_code == 400 and says in refused.text
+
+
+def test_model_is_no_slip_of_mode(stack: Stack) -> None:
+    assert stack.post("/pause_generation", {"model": "m", "mode": "in_place"}).status_code == 200
+    assert stack.post("/continue_generation", {"model": "m"}).headers[HEADER] == "model"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"limits": {"max_turn": 1}}, "`limits.max_turn`. Did you mean `limits.max_turns`?"),
+        ({"limits": {"turns": 1}}, "unknown field `limits.turns`"),
+        ({"surprise": 1}, "unknown field `surprise`"),
+        ({"sampling_params": {"temprature": 0}}, "sampling_params: "),
+        ({"forced_sampling_params": {"temperature": -1}}, "forced_sampling_params: "),
+        ({"sampling_params": {"n": 3}}, "sampling_params.n must be 1"),
+    ],
+)
+def test_a_session_that_could_not_be_meant_so(body: dict[str, Any], says: str, text_folder: Path) -> None:
+    stack = Stack(text_folder, api_key="owner")
+    try:
+        refused = stack.post("/sessions", body, headers={"Authorization": "Bearer owner"})
+        assert refused.status_code == 400 and says in refused.text
+        fine = {"sampling_params": {"min_new_tokens": 200}, "limits": {"max_turns": 2}}
+        assert stack.post("/sessions", fine, headers={"Authorization": "Bearer owner"}).status_code == 201
+    finally:
+        stack.close()
 
 
 def test_in_the_words_of_the_dialect(stack: Stack) -> None:

@@ -61,6 +61,7 @@ empty values count as not set."""
 
 ACCEPTED_HINTS = {
     "routing_key": "a router in front of the server reads it",
+    "kv_router_hint": "a router in front of the server reads it",
     "no_logs": "requests are not logged",
     "log_metrics": "metrics count every request",
     "custom_labels": "metrics have no labels of requests",

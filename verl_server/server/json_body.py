@@ -50,6 +50,6 @@ def names_of_unknown(body: Mapping[str, Any], read: msgspec.Struct) -> list[str]
             inner = getattr(read, fields[key])
             if isinstance(value, dict) and isinstance(inner, msgspec.Struct):
                 names += [f"{key}.{name}" for name in names_of_unknown(value, inner)]
-        else:
+        elif value is not None:  # null asks for nothing
             names.append(key[: LONGEST_NAME + 1])
     return names[:MOST_NAMES]

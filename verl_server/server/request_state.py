@@ -77,6 +77,8 @@ class ReqState:
         """Candidates of `token_ids_logprob` at the position of each of `output_ids`, if requested."""
         self.output_masks: list[TokenLogprobs] = []
         """Tokens that each of `output_ids` was drawn from, if requested."""
+        self.request_name: str | None = None
+        """The caller's name of the whole request, which may have several samples."""
         self.is_sent = False
         """Whether the scheduler knows the sample."""
         self.finish_reason: FinishReason | None = None

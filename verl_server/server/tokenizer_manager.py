@@ -99,6 +99,7 @@ class TokenizerManager:
         self._on_death = on_death
         self._states: dict[str, ReqState] = {}  # by `req.rid`, the name in scheduler messages
         self._by_rid: dict[str, ReqState] = {}  # by the caller's rid
+        self._by_name: dict[str, dict[str, ReqState]] = {}  # samples of a request, by its rid and by `req.rid`
         self.arrivals = Arrivals()
         self._serial = itertools.count(1)
         self.controls = ControlCalls(server_args, self._serial, self._encode, self._send)
@@ -212,11 +213,16 @@ class TokenizerManager:
         for state in new:
             self._states[state.req.rid] = self._by_rid[state.rid] = state
         generation = Generation(states, read.is_single, self.abandon, self._frame_gap)
-        named = str(read.request.rid)  # the samples of one request may have names of their own
-        aborted = self.arrivals.hand_over({named, *(state.rid for state in new)})
+        # The samples of one request have names of their own, if there are several.
+        named = read.request.rid if isinstance(read.request.rid, str) else None
+        shared = {named} if named is not None else set()
+        aborted = self.arrivals.hand_over(shared | {state.rid for state in new})
         for state in new:
-            if not aborted.isdisjoint((named, state.rid)):
+            if not aborted.isdisjoint(shared | {state.rid}):
                 self._abort_unsent(state)
+            elif named is not None and named != state.rid:
+                self._by_name.setdefault(named, {})[state.req.rid] = state
+                state.request_name = named
         try:
             for k, (state, message) in enumerate(zip(states, messages, strict=True)):
                 if k:
@@ -349,14 +355,15 @@ class TokenizerManager:
             self._send(self._encode(AbortReq(abort_all=True)))
             return were_running
         self.arrivals.abort(rid)
-        state = self._by_rid.get(rid)
-        if state is None:
-            return False
-        if state.is_sent:
-            self._send(self._encode(AbortReq(rid=state.req.rid)))
-        else:
-            self._abort_unsent(state)
-        return True
+        found = {**self._by_name.get(rid, {})}
+        if (state := self._by_rid.get(rid)) is not None:
+            found[state.req.rid] = state
+        for state in found.values():
+            if state.is_sent:
+                self._send(self._encode(AbortReq(rid=state.req.rid)))
+            else:
+                self._abort_unsent(state)
+        return bool(found)
 
     def _abort_all_unsent(self) -> None:
         """End all requests that have arrived, and that the scheduler does not know yet."""
@@ -468,6 +475,10 @@ class TokenizerManager:
         if self._states.pop(state.req.rid, None) is None:
             return False
         del self._by_rid[state.rid]
+        if state.request_name is not None and (samples := self._by_name.get(state.request_name)) is not None:
+            samples.pop(state.req.rid, None)
+            if not samples:
+                del self._by_name[state.request_name]
         return True
 
     # -- the end --------------------------------------------------------------------------------------------

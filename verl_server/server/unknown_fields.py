@@ -2,7 +2,7 @@
 
 Clients are newer than the tables, so a name that is like no known one is accepted. It is counted by name in /metrics
 and named in the header `X-Verl-Unknown-Fields` of the answer. A name that is a slip away from a known one (`near_name`)
-is answered 400. In generations it is not if another operation has it: clients send one body to several dialects. With
+is answered 400, unless it is a field of another operation: clients send one body to several dialects. With
 `unknown_fields="refuse"` each unknown name is answered 400.
 
 Readers list the names with `json_body.names_of_unknown`, in a text worker if they run there. Handlers pass them to
@@ -47,12 +47,19 @@ def judge_unknown(request: Request, names: Collection[str]) -> None:
         request.scope["state"][_STATE].judge(names)
 
 
+def refuse_unknown(request: Request, names: Collection[str]) -> None:
+    """Raise BadRequestError for unknown names of a body that only clients of this project write."""
+    judge_unknown(request, names)
+    if names:
+        raise BadRequestError(f"{request.url.path}: unknown field `{_shown(next(iter(names)))}`.")
+
+
 class UnknownFieldsMiddleware:
     """Gives each request its `_Judge`, judges its query, and names accepted fields in the header of the answer."""
 
     def __init__(self, app: ASGIApp, operations: Iterable[Operation], metrics: Metrics, refuse: bool) -> None:
         self._app, self._metrics, self.refuse = app, metrics, refuse
-        self._known = {operation.path: _known_names(operation) for operation in operations}
+        self._known = {(operation.path, operation.methods): _known_names(operation) for operation in operations}
         self.anywhere = frozenset(SamplingParams.__struct_fields__).union(
             *(names.get("", ()) for names in self._known.values())
         )
@@ -79,7 +86,7 @@ class UnknownFieldsMiddleware:
 
     def known(self, operation: Operation) -> Mapping[str, Collection[str]]:
         """Path of an object in the body ("" is the body) -> the fields that the object may have."""
-        return self._known[operation.path]
+        return self._known[operation.path, operation.methods]
 
     def count(self, operation: Operation, name: str) -> None:
         self._metrics.field_ignored(operation.path, name)
@@ -98,7 +105,7 @@ class _Judge:
         names = [name for name in names if not _is_known(name, known)]
         for name in names:
             inside, _, own = name.rpartition(".")
-            if self._operation.in_session and own in self._rules.anywhere:
+            if own in self._rules.anywhere:
                 continue
             if (meant := near_name(own, known.get(inside, ()))) is not None:
                 place = f"{inside}." if inside else ""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from verl_server.errors import BadRequestError, ContextLengthError, SessionLimitError, SessionUnavailableError
+from verl_server.sampling_params import SamplingParams
 from verl_server.server.sessions.session import Session
 from verl_server.session_types import CreateSession, RewardBody
 
@@ -63,11 +66,24 @@ def check_new(body: CreateSession) -> None:
         raise BadRequestError(
             f"sampling_params and forced_sampling_params have more than {_SAMPLING_BYTES} bytes of JSON."
         )
+    for name in ("sampling_params", "forced_sampling_params"):
+        _check_sampling(name, getattr(body, name))
     check_text("group", body.group)
     for name in body.limits.__struct_fields__:
         value = getattr(body.limits, name)
         if value is not None and not value > 0:
             raise BadRequestError(f"limits.{name} must be greater than 0, not {value}.")
+
+
+def _check_sampling(name: str, given: Mapping[str, Any]) -> None:
+    """Raise BadRequestError for parameters with which each request of the session would be refused."""
+    try:
+        # Requests set their own lengths: one that is missing here refuses nothing.
+        params = SamplingParams.parse({"max_new_tokens": None} | {k: v for k, v in given.items() if v is not None})
+    except BadRequestError as error:
+        raise BadRequestError(f"{name}: {error}") from None
+    if params.n != 1:
+        raise BadRequestError(f"{name}.n must be 1: a request asks for its samples.")
 
 
 def check_samples(session: Session, count: int) -> None:

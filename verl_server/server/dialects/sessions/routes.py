@@ -20,12 +20,14 @@ from starlette.responses import Response, StreamingResponse
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.numbers import whole_number
+from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import JSON, POST, Operation
 from verl_server.server.responses import encoded_response, json_response, message_error, read_json
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.slices import Slices
+from verl_server.server.unknown_fields import refuse_unknown
 from verl_server.session_types import (
     Branch,
     CreatedSession,
@@ -232,9 +234,11 @@ class SessionApi:
         if isinstance(given, dict):
             given = {name: value for name, value in given.items() if value is not None}
         try:
-            return msgspec.convert(given, kind)
+            read = msgspec.convert(given, kind)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+        refuse_unknown(request, names_of_unknown(given, read))
+        return read
 
 
 def _answer(content: msgspec.Struct, status_code: int = 200) -> Response:

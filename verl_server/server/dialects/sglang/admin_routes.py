@@ -66,6 +66,10 @@ _BASE_FIELDS = {
     "torch_empty_cache": "the weights are written in place, so there is no cache to empty",
     "is_async": "every update prepares while requests run",
     "recapture_cuda_graph": "CUDA graphs read the weights in place and stay valid",
+    "token_step": "the label of a version names it",
+    "disable_draft_model": "there is no draft model",
+    "abort_message": "the answer of an aborted request says that it was aborted",
+    "finished_reason": "the answer of an aborted request says that it was aborted",
     "abort_all_request": "AReaL writes abort_all_requests so, and pauses generation by itself before each update",
 }
 """Keys of SGLang's control bodies that are accepted and have no effect, each with the reason."""

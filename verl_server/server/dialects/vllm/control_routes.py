@@ -24,9 +24,14 @@ from verl_server.io_struct import (
 )
 from verl_server.server.dialects.vllm.errors import answers_errors
 from verl_server.server.dialects.vllm.sleep import Sleep
-from verl_server.server.dialects.vllm.weight_transfer import CarryOut, InitBroadcasterReq, WeightTransfer
+from verl_server.server.dialects.vllm.weight_transfer import (
+    TRANSFER_FIELDS,
+    CarryOut,
+    InitBroadcasterReq,
+    WeightTransfer,
+)
 from verl_server.server.dialects.vllm.worker_methods import METHODS, CollectiveRpcReq, Methods
-from verl_server.server.json_body import names_of_unknown
+from verl_server.server.json_body import MOST_NAMES, names_of_unknown
 from verl_server.server.operation import POST, Handler, Operation
 from verl_server.server.responses import json_response, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -312,12 +317,14 @@ class VllmControlApi:
             if body.get(name) not in (None, False):
                 raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
         known = kind.__struct_fields__
+        inside = {name: fields for name, fields in TRANSFER_FIELDS.items() if isinstance(body.get(name), dict)}
         given = {key: body[key] for key in known if body.get(key) is not None}
         try:
             read = msgspec.convert(given, kind, strict=False)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
-        judge_unknown(request, names_of_unknown(body, read))
+        deeper = [f"{name}.{key}" for name, known in inside.items() for key in body[name] if key not in known]
+        judge_unknown(request, [*names_of_unknown(body, read), *deeper[:MOST_NAMES]])
         return read
 
 
@@ -340,4 +347,6 @@ def query_flag(request: Request, name: str, default: bool) -> bool:
 
 
 def _control(path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **others: Any) -> Operation:
-    return Operation(path, answers_errors(handler), POST, access="control", body=body, **others)
+    fields = () if body is None else body.__struct_fields__
+    inside = {name: known for name, known in TRANSFER_FIELDS.items() if name in fields}
+    return Operation(path, answers_errors(handler), POST, access="control", body=body, inside=inside, **others)

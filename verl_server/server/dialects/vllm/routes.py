@@ -37,6 +37,8 @@ from verl_server.server_args import ServerArgs
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _PREFIX = "generate-tokens-"
+_ABORT_ALL = "/abort_requests"
+"""The path at which an empty body aborts all requests. At its alias, as in vLLM, a body must name requests."""
 _MOST_ABORTED = 16384
 """Most ids of one call of `/abort_requests`, which runs on the event loop."""
 
@@ -70,7 +72,7 @@ class VllmApi:
                 media_types=(JSON, EVENTS),
             ),
             Operation(
-                "/abort_requests",
+                _ABORT_ALL,
                 answers_errors(self.abort_requests),
                 POST,
                 aliases=("/inference/v1/abort_requests",),
@@ -132,16 +134,19 @@ class VllmApi:
             raise BadRequestError(str(error).replace("`$.", "`")) from None
         judge_unknown(request, names_of_unknown(body, named))
         wanted = named.request_ids
+        may_abort_all = request.url.path == _ABORT_ALL
+        if wanted is None and not (may_abort_all and body.keys() <= {"request_ids"}):
+            raise BadRequestError(f"The body has no `request_ids`. `{_ABORT_ALL}` with an empty body aborts all.")
         if wanted is not None and len(wanted) > _MOST_ABORTED:
             raise BadRequestError(f"request_ids: {len(wanted):,} ids; one call may name {_MOST_ABORTED:,}.")
         self._manager.check_serving()
-        if not wanted:
+        if wanted or not may_abort_all:
+            aborted = sum(self._abort(name) for name in set(wanted or ()))
+        else:
             if (refusal := self._rules.control_refusal(request.scope)) is not None:
                 return refusal
             aborted = self._manager.num_requests
             self._manager.abort_request(abort_all=True)
-        else:
-            aborted = sum(self._abort(name) for name in set(wanted))
         return json_response({"status": "aborted", "aborted": aborted})
 
     def _abort(self, name: str) -> int:

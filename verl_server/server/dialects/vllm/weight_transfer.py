@@ -61,6 +61,10 @@ class UpdateInfo(msgspec.Struct, kw_only=True):
     tensor_sizes: list[int] | None = None
 
 
+TRANSFER_FIELDS = {"init_info": InitInfo.__struct_fields__, "update_info": UpdateInfo.__struct_fields__}
+"""Object in a body -> the fields that it may have."""
+
+
 class InitBroadcasterReq(msgspec.Struct, kw_only=True):
     """Body of `POST /init_broadcaster`."""
 
