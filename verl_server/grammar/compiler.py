@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.failure import GrammarFailedError
+from verl_server.grammar.json_schema import schema_refusal
 from verl_server.grammar.token_bytes import spelled_tokens, with_one_kind
 
 _LIMITS = LLParserLimits(
@@ -111,7 +112,8 @@ class GrammarCompiler:
         try:
             matcher.check()
         except GrammarFailedError as error:
-            raise BadRequestError(f"The grammar was refused: {error}") from None
+            named = schema_refusal(matcher.inner.get_error(), grammar)
+            raise BadRequestError(named or f"The grammar was refused: {error}") from None
         return matcher
 
 
