@@ -10,7 +10,7 @@ from conftest import Served
 
 from verl_server.chat.formats import ReasoningFormat
 from verl_server.chat.output import OutputFormat
-from verl_server.chat.tool_grammar import forced_call_grammar
+from verl_server.chat.tool_grammar import output_grammar
 from verl_server.chat.tools import ToolChoice, read_tools
 from verl_server.rollout.agents.types import AgentRun, AgentTask
 from verl_server.rollout.env_factory import load_function
@@ -65,7 +65,9 @@ def grammar_of(served: Served, task: AgentTask) -> str:
     format = OutputFormat.of(tokenizer.chat_template)
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
     tags = {tag: added[tag] for tag in format.tags(tools=True) if tag in added}
-    return forced_call_grammar(read_tools(tools), ToolChoice("required"), format, parallel=False, special_tokens=tags)
+    grammar = output_grammar(read_tools(tools), ToolChoice("required"), format, parallel=False, special_tokens=tags)
+    assert grammar is not None
+    return grammar
 
 
 def check(served: Served, run: AgentRun, bias: dict[int, float]) -> int:

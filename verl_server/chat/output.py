@@ -152,6 +152,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
         whole_calls: bool = False,
         types: ParameterTypes | None = None,
         new_id: Callable[[], str] | None = None,
+        calls_first: bool = False,
     ) -> OutputParser:
         """Return a parser for one sample.
 
@@ -162,6 +163,8 @@ class OutputFormat(msgspec.Struct, frozen=True):
         take back: its arguments then end where the text stops to be JSON, and the rest is content.
         `types`: types of the tools' parameters, for the format qwen3_coder.
         `new_id`: makes the id of a call; default: random ids.
+        `calls_first`: a content that does not begin with a call has none, so that a tag inside an answer of JSON is
+        text.
         """
         return OutputParser(
             self.tool_format if tools else None,
@@ -170,6 +173,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
             whole_calls=whole_calls,
             types=types,
             new_id=new_id,
+            calls_first=calls_first,
         )
 
 
@@ -185,11 +189,13 @@ class OutputParser:
         whole_calls: bool = False,
         types: ParameterTypes | None = None,
         new_id: Callable[[], str] | None = None,
+        calls_first: bool = False,
     ) -> None:
         """See `OutputFormat.parser`."""
         self._tools = tools
         self._reasoning = reasoning
         self._whole_calls = whole_calls
+        self._calls_first = calls_first
         self._types = types or {}
         self._new_id = new_id or (_short_id if tools is not None and tools.short_ids else _call_id)
         self._thinking = reasoning is not None and (thinking_open or reasoning.starts_open)
@@ -257,17 +263,23 @@ class OutputParser:
         return True
 
     def _at_content_start(self) -> bool:
-        """Look for calls that begin without a tag."""
+        """Look for calls that begin without a tag and, with `calls_first`, decide if there are calls at all."""
         self._step = self._in_content
-        if self._tools is None or not self._tools.bare:
+        if self._tools is None or not (self._tools.bare or self._calls_first):
             return True
         self._step = self._at_content_start
         self._read_spaces()
         if self._at == len(self._text):
             return False
-        self._step = self._in_content
-        if self._text[self._at] == self._tools.bare:
+        if self._calls_first and self._tools.open.startswith(self._text[self._at : self._at + len(self._tools.open)]):
+            if not self._text.startswith(self._tools.open, self._at):
+                return False  # the beginning of the tag
+        elif self._text[self._at] == self._tools.bare:
             self._begin_calls(self._tools, "")
+            return True
+        elif self._calls_first:
+            self._tools = None
+        self._step = self._in_content
         return True
 
     def _in_content(self) -> bool:
@@ -294,6 +306,8 @@ class OutputParser:
         if self._reader.broken:
             self._give_up()
             self._step = self._in_content
+            if self._calls_first and not self._calls:
+                self._tools = None
         elif self._reader.done:
             self._reader = None
             self._step = self._at_close if self._tools.close else self._in_content

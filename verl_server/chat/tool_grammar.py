@@ -1,62 +1,111 @@
-"""Grammars of a chat's output: `forced_call_grammar` permits only valid tool calls, `answer_grammar` only JSON.
+"""`output_grammar` decides which constraints of a chat's output may combine, and writes their grammar.
 
-Both leave the reasoning before them free. Dialects use the first for `tool_choice` "required" and for a named tool. The
-grammars are Lark in llguidance's dialect, for `SamplingParams.ebnf`. `output.OutputParser` parses what they permit.
+All dialects with chats use it. The grammars are Lark in llguidance's dialect, for `SamplingParams.ebnf`. The reasoning
+before calls and answers stays free. `output.OutputParser` parses what the grammars permit.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from verl_server.chat.call_readers import TEXT
 from verl_server.chat.output import OutputFormat
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types
 from verl_server.errors import BadRequestError
+from verl_server.grammar.json_schema import enforceable_schema, marked_rule
 
 _PLAIN_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One space after commas and colons, as chat templates write JSON. Free white space might never end."""
+_ANSWER = "the answer's schema"
+"""Owner of the schema of the answer, in errors."""
+_FORCED_AND_OTHER = (
+    "tool_choice requires a tool call, which excludes response_format and other constraints of the output: leave one "
+    "of them out."
+)
+_OFFERED_AND_OTHER = (
+    "The output is constrained ({constraint}), and `tools` offers calls, which such a constraint excludes. Use a JSON "
+    'schema as the constraint, which leaves the choice between a call and an answer, or set tool_choice to "none".'
+)
+_OTHER_PARSER = "start the server with another --tool-call-parser"
 
 
-def forced_call_grammar(
+def output_grammar(
     tools: Sequence[Tool],
     choice: ToolChoice,
     format: OutputFormat,
     *,
+    schema: Mapping[str, Any] | Literal[True] | None = None,
+    constraint: str | None = None,
     parallel: bool = True,
     thinking_open: bool = False,
     special_tokens: Mapping[str, int] | None = None,
-) -> str:
-    """Return the grammar as Lark.
+) -> str | None:
+    """Return the grammar as Lark, or None if the request's own constraint, if any, is all that applies.
 
-    `choice` selects the tools, and `parallel` permits several calls. The reasoning before the calls stays free; with
-    `thinking_open` the prompt ends inside the reasoning, which the output then must close. `special_tokens`: tag -> id,
-    for the tags of the format that are single tokens of the tokenizer, because a grammar distinguishes them from text.
-    Raise BadRequestError if calls of the format cannot be forced.
+    `tools` are those of the request. `schema` is the JSON schema of the answer (true: any JSON), and `constraint` the
+    name of the sampling parameter with another constraint (`regex`, ...). At most one of the two is set.
+
+    | choice | schema | grammar |
+    |---|---|---|
+    | required | no | calls |
+    | required | yes | refused, like any other constraint |
+    | auto | no | none |
+    | auto | yes | calls, or an answer of the schema |
+    | none, or no tools | yes | an answer of the schema |
+
+    With auto, other constraints are refused, except `structural_tag`, which describes calls and leaves other text free.
+
+    `parallel` permits several calls. With `thinking_open` the prompt ends inside the reasoning, which the output then
+    must close. `special_tokens`: tag -> id, for the tags of the format that are single tokens of the tokenizer, because
+    a grammar distinguishes them from text. Raise BadRequestError for what cannot be combined or written.
     """
+    is_offered = bool(tools) and choice.mode == "auto"
+    if choice.is_forced and (schema is not None or constraint is not None):
+        raise BadRequestError(_FORCED_AND_OTHER)
+    if is_offered and constraint not in (None, "structural_tag"):
+        raise BadRequestError(_OFFERED_AND_OTHER.format(constraint=constraint))
+    if constraint is not None or (schema is None and not choice.is_forced):
+        return None
+    lark = _Lark(special_tokens or {})
+    parts: list[str] = []
+    if choice.is_forced or is_offered:
+        parts.append(_calls(lark, tools, choice, format, parallel))
+    if schema is not None:
+        if is_offered:
+            _check_answer(schema, format)
+        parts.append(lark.json(_ANSWER, {} if schema is True else schema))
+    return lark.grammar(_after_reasoning(lark, lark.one_of(parts), format, thinking_open))
+
+
+def _calls(lark: _Lark, tools: Sequence[Tool], choice: ToolChoice, format: OutputFormat, parallel: bool) -> str:
     write = _WRITERS.get(format.tools)
     if write is None:
         known = ", ".join(sorted(_WRITERS))
+        served = f"the tool format of the served model is `{format.tools}`, and calls can be constrained for {known}."
+        if choice.is_forced:
+            raise BadRequestError(
+                f"tool_choice cannot require a call: {served} Use tool_choice auto, or {_OTHER_PARSER}."
+            )
         raise BadRequestError(
-            f"tool_choice cannot require a call: the tool format of the served model is `{format.tools}`, and calls "
-            f"can be forced for {known}. Use tool_choice auto, or start the server with another --tool-call-parser."
+            "The answer has a schema and `tools` offers calls, so both must be constrained: "
+            f'{served} Set tool_choice to "none", or {_OTHER_PARSER}.'
         )
-    lark = _Lark(special_tokens or {})
-    calls = write(lark, [tool for tool in tools if choice.name in (None, tool.name)], parallel)
-    return lark.grammar(_after_reasoning(lark, calls, format, thinking_open))
+    owners = {f"tools[{i}] `{tool.name}`": tool for i, tool in enumerate(tools) if choice.name in (None, tool.name)}
+    return write(lark, owners, parallel)
 
 
-def answer_grammar(
-    schema: Mapping[str, Any],
-    format: OutputFormat,
-    *,
-    thinking_open: bool = False,
-    special_tokens: Mapping[str, int] | None = None,
-) -> str:
-    """Return the grammar, as Lark, of an answer that is JSON of this schema. The arguments are explained above."""
-    lark = _Lark(special_tokens or {})
-    return lark.grammar(_after_reasoning(lark, lark.json(schema), format, thinking_open))
+def _check_answer(schema: Mapping[str, Any] | Literal[True], format: OutputFormat) -> None:
+    """Raise BadRequestError if the parser would read an answer as a call, in a format whose calls may have no tag."""
+    tools = format.tool_format
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    names = properties.keys() if isinstance(properties, dict) else set()
+    if tools is not None and tools.bare == "{" and "name" in names and names & {"arguments", "parameters"}:
+        raise BadRequestError(
+            "The answer's schema has `name` and `parameters` or `arguments`, so an answer reads like a call in the "
+            f'tool format `{format.tools}` of the served model. Rename these properties, or set tool_choice to "none".'
+        )
 
 
 def _after_reasoning(lark: _Lark, expression: str, format: OutputFormat, thinking_open: bool) -> str:
@@ -78,19 +127,30 @@ class _Lark:
 
     def tag(self, tag: str) -> str:
         """Match a tag."""
-        return f"<[{self.special_tokens[tag]}]>" if tag in self.special_tokens else self.text(tag)
+        if tag in self.special_tokens:
+            return f"<[{self.special_tokens[tag]}]>"
+        # A list of JSON may stand in the same place, and the lexer cannot go back from a longer lexeme.
+        return f"{self.text('[')} {self.text(tag[1:])}" if tag.startswith("[") else self.text(tag)
 
     def text(self, text: str) -> str:
         """Match exactly this text."""
         return json.dumps(text, ensure_ascii=False)
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """Match a JSON value of the schema."""
-        return f"%json {json.dumps({**schema, 'x-guidance': _PLAIN_JSON})}"
+    def json(self, owner: str, schema: Mapping[str, Any]) -> str:
+        """Match a JSON value of the schema. `owner` names the schema in errors."""
+        name = f"json{len(self._rules)}"
+        own = schema.get("x-guidance")
+        options = _PLAIN_JSON | (own if isinstance(own, dict) else {})
+        try:
+            self._rules.append(marked_rule(name, owner, enforceable_schema({**schema, "x-guidance": options})))
+        except (BadRequestError, RecursionError):
+            raise BadRequestError(f"{owner}: the JSON schema nests too deeply. Use a simpler schema.") from None
+        return name
 
-    def arguments(self, tool: Tool) -> str:
+    def arguments(self, owner: str, tool: Tool) -> str:
         """Match the arguments of a tool."""
-        return self.json({"type": "object", **(tool.parameters or {})})
+        schema = tool.parameters or {}
+        return self.json(owner, schema if schema.get("type") == "object" else {**schema, "type": "object"})
 
     def text_until(self, tag: str) -> str:
         """Match any text up to and including the first occurrence of the tag."""
@@ -103,6 +163,8 @@ class _Lark:
 
     def one_of(self, expressions: Sequence[str]) -> str:
         """Match one of several expressions."""
+        if len(expressions) == 1:
+            return expressions[0]
         name = f"any{len(self._rules)}"
         self._rules.append(f"{name}: " + "\n    | ".join(expressions))
         return name
@@ -111,67 +173,101 @@ class _Lark:
         return "\n".join((f"start: {start}", *self._rules, ""))
 
 
+Owners = Mapping[str, Tool]
+"""Owner of a schema, as errors name it (`tools[2] `search``) -> the tool."""
+
+
 def _list(call: str, separator: str, parallel: bool) -> str:
     """Match one call or, with `parallel`, several with a separator between them."""
     return f"{call} ({separator} {call})*" if parallel else call
 
 
-def _json_call(lark: _Lark, tool: Tool, arguments: str) -> str:
-    head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
-    return f"{lark.text(head)} {lark.arguments(tool)} {lark.text('}')}"
+def _json_calls(lark: _Lark, tools: Owners, arguments: str) -> str:
+    """Match one call of any of the tools, as a JSON object."""
+    calls = []
+    for owner, tool in tools.items():
+        # In the lexemes of `%json`: the lexer cannot go back from a longer one, where an answer of JSON may stand, too.
+        head = ("{", '"name"', ": ", json.dumps(tool.name), ", ", f'"{arguments}"', ": ")
+        calls.append(" ".join((*map(lark.text, head), lark.arguments(owner, tool), lark.text("}"))))
+    return lark.one_of(calls)
 
 
-def _hermes(lark: _Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    call = lark.one_of([_json_call(lark, tool, "arguments") for tool in tools])
+def _hermes(lark: _Lark, tools: Owners, parallel: bool) -> str:
+    call = _json_calls(lark, tools, "arguments")
     tagged = f'{lark.tag("<tool_call>")} "\\n" {call} "\\n" {lark.tag("</tool_call>")}'
     return _list(tagged, '"\\n"', parallel)
 
 
-def _llama3(lark: _Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    call = lark.one_of([_json_call(lark, tool, "parameters") for tool in tools])
+def _llama3(lark: _Lark, tools: Owners, parallel: bool) -> str:
+    call = _json_calls(lark, tools, "parameters")
     return _list(call, '"; "', parallel)
 
 
-def _mistral(lark: _Lark, tools: Sequence[Tool], parallel: bool) -> str:
+def _mistral(lark: _Lark, tools: Owners, parallel: bool) -> str:
     opening = lark.tag("[TOOL_CALLS]")
     if "[ARGS]" not in lark.special_tokens:  # a tokenizer from before version 11 of the format
-        call = lark.one_of([_json_call(lark, tool, "arguments") for tool in tools])
+        call = _json_calls(lark, tools, "arguments")
         calls = _list(call, '", "', parallel)
         return f'{opening} / ?/ "[" {calls} "]"'
     middle = lark.tag("[ARGS]")
-    named = lark.one_of([f"{lark.text(tool.name)} {middle} {lark.arguments(tool)}" for tool in tools])
+    named = lark.one_of(
+        [f"{lark.text(tool.name)} {middle} {lark.arguments(owner, tool)}" for owner, tool in tools.items()]
+    )
     return _list(f"{opening} {named}", "", parallel)
 
 
-def _qwen3_coder(lark: _Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    call = lark.one_of([_xml_call(lark, tool) for tool in tools])
+def _qwen3_coder(lark: _Lark, tools: Owners, parallel: bool) -> str:
+    call = lark.one_of([_xml_call(lark, owner, tool) for owner, tool in tools.items()])
     tagged = f'{lark.tag("<tool_call>")} "\\n" {call} "\\n" {lark.tag("</tool_call>")}'
     return _list(tagged, '"\\n"', parallel)
+
+
+_NOT_OF_PROPERTIES = (
+    *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "const", "enum", "propertyNames", "minProperties"),
+    *("maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
+)
+"""Keywords of an object's schema that bind several properties, or the object as a whole."""
+
+
+def _check_xml(owner: str, schema: Mapping[str, Any]) -> None:
+    """Raise BadRequestError for keywords that a grammar of one parameter after the other does not enforce."""
+    found = enforceable_schema(schema)
+    if names := ", ".join(f"`{name}`" for name in _NOT_OF_PROPERTIES if name in found):
+        raise BadRequestError(
+            f"{owner}: the output cannot be constrained to this JSON schema: {names} of all parameters cannot be "
+            f'enforced in the tool format of the served model. Leave {names} out, or use tool_choice "auto" without a '
+            'schema of the answer, or set "x-guidance": {"lenient": true} in the schema to enforce the rest.'
+        )
 
 
 _XML_END = r'"\n</parameter>\n"'
 
 
-def _xml_call(lark: _Lark, tool: Tool) -> str:
+def _xml_call(lark: _Lark, owner: str, tool: Tool) -> str:
     schema = tool.parameters or {}
-    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    own = schema.get("x-guidance")
+    if not (isinstance(own, dict) and own.get("lenient")):
+        _check_xml(owner, schema)
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     types = parameter_types([tool])[tool.name]
     parts = [lark.text(f"<function={tool.name}>\n")]
-    for key, value in schema.get("properties", {}).items():
+    required = schema.get("required") or []
+    for key, value in (schema.get("properties") or {}).items():
         opening = lark.text(f"<parameter={key}>\n")
         value = value if isinstance(value, dict) else {}
-        values = [each for each in value.get("enum", []) if isinstance(each, str)]
+        enum = value.get("enum", [value["const"]] if "const" in value else [])
+        values = [each for each in enum if isinstance(each, str)] if isinstance(enum, list) else []
         if types[key] != TEXT:
-            part = f"{opening} {lark.json({**value, **shared})} {_XML_END}"
+            part = f"{opening} {lark.json(f'{owner}, parameter {json.dumps(key)}', {**value, **shared})} {_XML_END}"
         elif values:
             part = f"{opening} {lark.one_of([lark.text(each) for each in values])} {_XML_END}"
         else:
             part = f'{opening} {lark.text_until("</parameter>")} "\\n"'
-        parts.append(part if key in schema.get("required", []) else f"({part})?")
+        parts.append(part if key in required else f"({part})?")
     return " ".join((*parts, lark.text("</function>")))
 
 
-_WRITERS: dict[str, Callable[[_Lark, Sequence[Tool], bool], str]] = {
+_WRITERS: dict[str, Callable[[_Lark, Owners, bool], str]] = {
     "hermes": _hermes,
     "llama3_json": _llama3,
     "mistral": _mistral,

@@ -1,6 +1,6 @@
 """Tools of a chat request: decoding of OpenAI's shapes, and what a chat template gets of tools and tool calls.
 
-Dialects with another shape convert it into OpenAI's before. `tool_grammar.forced_call_grammar` makes the grammar that
+Dialects with another shape convert it into OpenAI's before. `tool_grammar.output_grammar` makes the grammar that
 permits nothing but calls, and `output` parses the calls.
 """
 

@@ -6,7 +6,7 @@ It runs in text workers, inside the jobs of the dialects: rendering and the gram
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +15,7 @@ from verl_server.chat.formats import NONE
 from verl_server.chat.output import OutputFormat, OutputParser, derived_ids
 from verl_server.chat.session_view import NextTurn
 from verl_server.chat.templates import Message
-from verl_server.chat.tool_grammar import answer_grammar, forced_call_grammar
+from verl_server.chat.tool_grammar import output_grammar
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
 from verl_server.server.session_prompt import plan_prompt, prompt_length, refuse_in_session
 from verl_server.server.text_tools import Ids, TextTools
@@ -38,6 +38,8 @@ class ChatOutput(msgspec.Struct, frozen=True):
     """See `OutputFormat.parser`."""
     grammar: str | None = None
     """Grammar for `SamplingParams.ebnf` if a tool call is required, or if the answer has a schema."""
+    calls_first: bool = False
+    """True if the output is either calls or an answer of a schema. See `OutputFormat.parser`."""
 
     @property
     def is_parsed(self) -> bool:
@@ -47,7 +49,7 @@ class ChatOutput(msgspec.Struct, frozen=True):
     def without_reasoning(self) -> ChatOutput:
         """Return the plan that leaves the reasoning in the content."""
         format = msgspec.structs.replace(self.format, reasoning=NONE)
-        return msgspec.structs.replace(self, format=format, thinking_open=False)
+        return msgspec.structs.replace(self, format=format, thinking_open=False, calls_first=False)
 
     def parser(self, whole_calls: bool, call_seed: str = "") -> OutputParser:
         """Return a parser for one sample. See `OutputFormat.parser`. With `call_seed`, it determines the calls' ids."""
@@ -58,6 +60,7 @@ class ChatOutput(msgspec.Struct, frozen=True):
             whole_calls=whole_calls,
             types=self.types,
             new_id=derived_ids(call_seed, tools is not None and tools.short_ids) if call_seed else None,
+            calls_first=self.calls_first,
         )
 
 
@@ -89,7 +92,8 @@ def read_chat_prompt(
     tools: Sequence[Tool] = (),
     choice: ToolChoice | None = None,
     parallel: bool = True,
-    schema: Mapping[str, Any] | None = None,
+    schema: Mapping[str, Any] | Literal[True] | None = None,
+    constraint: str | None = None,
     input_ids: list[int] | None = None,
 ) -> ChatPrompt:
     """Render a conversation in OpenAI's shape, with contents that are strings.
@@ -97,8 +101,9 @@ def read_chat_prompt(
     `options` are those of `ChatTemplates.render`. With `choice` none, calls stay in the content, and only a template
     that reads tools gets them: clients such as TRL's parse the calls themselves, and earlier calls may be in the
     conversation. With `parallel`, a forced call may be several. `schema`: the answer is JSON of this schema.
-    `input_ids` replaces the messages; no template is rendered then. Raise BadRequestError for what the template or the
-    tool format refuses.
+    `constraint`: the name of the sampling parameter with another constraint of the request. `output_grammar` says what
+    may combine. `input_ids` replaces the messages; no template is rendered then. Raise BadRequestError for what the
+    template or the tool format refuses.
 
     In a session (`text.session`), the prompt is that of the session's next turn.
     """
@@ -122,13 +127,16 @@ def read_chat_prompt(
     format = format.after(rendered)
     thinking_open = format.thinking_open(rendered)
     tag_ids = text.tag_ids(format.tags(tools=bool(offered)))
-    grammar = None
-    if choice.is_forced:
-        grammar = forced_call_grammar(
-            offered, choice, format, parallel=parallel, thinking_open=thinking_open, special_tokens=tag_ids
-        )
-    elif schema is not None:
-        grammar = answer_grammar(schema, format, thinking_open=thinking_open, special_tokens=tag_ids)
+    grammar = output_grammar(
+        tools,
+        choice,
+        format,
+        schema=schema,
+        constraint=constraint,
+        parallel=parallel,
+        thinking_open=thinking_open,
+        special_tokens=tag_ids,
+    )
     output = ChatOutput(
         format=format,
         tools=bool(offered),
@@ -136,5 +144,6 @@ def read_chat_prompt(
         keeps_special_tokens=any(map(text.is_special, tag_ids.values())),
         types=parameter_types(offered) if format.needs_types else {},
         grammar=grammar,
+        calls_first=schema is not None and bool(offered),
     )
     return ChatPrompt(input_ids, unused, output, next)

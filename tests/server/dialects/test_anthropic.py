@@ -248,6 +248,33 @@ def test_an_answer_of_a_schema_is_constrained(stack: Stack) -> None:
     assert stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
 
 
+@pytest.mark.parametrize("chunk", [1, None])
+@pytest.mark.parametrize("single", [False, True])
+def test_a_format_beside_tools_leaves_the_choice(stack: Stack, chunk: int | None, single: bool) -> None:
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+    choice = {"type": "auto", "disable_parallel_tool_use": single}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    body = {"tools": TOOLS, "tool_choice": choice, "output_config": config}
+    stack.scheduler.chunk = chunk
+    call = CALL.replace("Ok.\n", "")
+    for text, kinds in (('{"sum": 5}', ["text"]), ('<think>hm</think>{"sum": 5}', ["thinking", "text"]), (
+        call, ["thinking", "tool_use"],
+    )):  # fmt: skip
+        say(stack, text)
+        answer = post(stack, **body).json()
+        assert [block["type"] for block in answer["content"]] == kinds
+        assert answer["stop_reason"] == ("tool_use" if "tool_use" in kinds else "end_turn")
+        grammar = stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
+        assert "<tool_call>" in grammar and '\\"sum\\"' in grammar and "</think>" in grammar
+        assert ("<tool_call>" in str(sampling(stack).stop)) is False  # the grammar permits one call
+        streamed = [e["content_block"]["type"] for e in events(post(stack, **body, stream=True).text) if
+                    e["type"] == "content_block_start"]  # fmt: skip
+        assert streamed == kinds
+    for forced in ({"type": "any"}, {"type": "tool", "name": "get"}):
+        refused = post(stack, **body | {"tool_choice": forced})
+        assert refused.status_code == 400 and "excludes response_format" in refused.text
+
+
 # -- streams ------------------------------------------------------------------------------------------------
 
 

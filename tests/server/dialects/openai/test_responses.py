@@ -168,3 +168,21 @@ def test_a_failed_stream_ends_with_an_event(call: Caller, monkeypatch: pytest.Mo
     frames = call.stack.post("/v1/responses", {"input": "hi", "stream": True}).text
     assert "event: response.failed" in frames and "The queue is full." in frames
     scheduler.running.clear()
+
+
+@pytest.mark.parametrize("chunk", [1, None])
+def test_a_format_beside_tools_leaves_the_choice(call: Caller, client: openai.OpenAI, chunk: int | None) -> None:
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+    body: Any = {
+        "model": "m", "input": "hi", "tools": [TOOL],
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+    }  # fmt: skip
+    for text, kind in (('{"sum": 5}', "message"), (CALL, "function_call")):
+        call.says(text, chunk)
+        (item,) = client.responses.create(**body).output
+        assert item.type == kind and (item.type != "message" or item.content[0].text == text)  # type: ignore[union-attr]
+        assert "<tool_call>" in call.sent().grammar and '\\"sum\\"' in call.sent().grammar
+        *_, last = client.responses.create(**body, stream=True)
+        assert last.type == "response.completed" and [each.type for each in last.response.output] == [kind]
+    refusal = call.refusal("/v1/responses", **body, tool_choice="required")
+    assert "excludes response_format" in refusal["message"]

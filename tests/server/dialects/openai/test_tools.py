@@ -148,6 +148,99 @@ def test_a_schema_leaves_the_reasoning_free(thinking: Caller) -> None:
     assert "think" in thinking.sent().grammar
 
 
+ANSWER = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+SCHEMAS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"json": ANSWER}},
+    {"structured_outputs": {"json_object": True}},
+    {"guided_json": json.dumps(ANSWER)},
+    {"json_schema": ANSWER},
+    {"json_schema": "true"},
+]
+
+
+@pytest.mark.parametrize("chunk", [1, None])
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_schema_beside_tools_leaves_the_choice(
+    thinking: Caller, chunk: int | None, thought: str, parallel: bool
+) -> None:
+    body = {"tools": [TOOL], "parallel_tool_calls": parallel, **SCHEMAS[0]}
+    inside = json.dumps({"sum": 1, "text": CALL.replace('"', "'")})
+    for text, calls in (('{"sum": 5}', 0), (inside, 0), (CALL, 1), (f"{CALL}\n{CALL}", 2 if parallel else 1)):
+        thinking.says(thought + text, chunk)
+        (choice,) = thinking.chat(**body)["choices"]
+        message = choice["message"]
+        grammar = thinking.sent().grammar
+        assert "<tool_call>" in grammar and '\\"sum\\"' in grammar and "</think>" in grammar
+        assert len(message.get("tool_calls") or []) == calls and message["content"] == (None if calls else text)
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        streamed = joined(thinking.stream(CHAT, messages=MESSAGES, **body))
+        assert len(streamed["calls"]) == calls and streamed["content"] == ("" if calls else text)
+        assert streamed["finish_reason"] == choice["finish_reason"]
+        assert (streamed["reasoning_content"] or None) == message["reasoning"] == ("hm" if thought else None)
+    if thought:
+        thinking.says(thought + CALL, chunk)
+        (choice,) = thinking.chat(**body, separate_reasoning=False)["choices"]
+        assert choice["message"]["tool_calls"] and choice["message"]["content"] == thought.rstrip()
+
+
+@pytest.mark.parametrize("fields", SCHEMAS)
+def test_every_name_of_a_schema_may_stand_beside_tools(call: Caller, fields: dict[str, Any]) -> None:
+    call.says('{"sum": 5}')
+    for choice, offered in (("auto", True), (None, True), ("none", False)):
+        answer = call.chat(tools=[TOOL], tool_choice=choice, **fields)
+        assert answer["choices"][0]["message"]["content"] == '{"sum": 5}'
+        assert ("<tool_call>" in call.sent().grammar) == offered
+    assert (
+        "excludes response_format"
+        in call.refusal(CHAT, messages=MESSAGES, tools=[TOOL], tool_choice="required", **fields)["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"regex": "a+"}, "(regex)"),
+        ({"ebnf": 'root ::= "a"'}, "(ebnf)"),
+        ({"guided_choice": ["a"]}, "(ebnf)"),
+        ({"structured_outputs": {"regex": "a"}}, "(regex)"),
+        ({"json_schema": "false"}, "(json_schema)"),
+        ({"json_schema": "{"}, "not valid JSON"),
+        ({"json_schema": "[]"}, "an object or a boolean"),
+    ],
+)
+def test_other_constraints_beside_tools(call: Caller, fields: dict[str, Any], says: str) -> None:
+    assert says in call.refusal(CHAT, messages=MESSAGES, tools=[TOOL], **fields)["message"]
+    if says.startswith("("):
+        assert 'tool_choice to "none"' in call.refusal(CHAT, messages=MESSAGES, tools=[TOOL], **fields)["message"]
+
+
+def test_a_structural_tag_beside_tools_stays(call: Caller) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}}
+    call.says(CALL)
+    (choice,) = call.chat(tools=[TOOL], response_format=tag)["choices"]
+    assert choice["message"]["tool_calls"] and "structural_tag" in call.sent().grammar
+
+
+def test_a_schema_that_cannot_be_enforced_names_its_tool(call: Caller) -> None:
+    def tools(**schema: Any) -> list[Any]:
+        return [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+
+    wrong, harmless = tools(properties={"a": {"uniqueItems": True}}), tools(propertyNames={"type": "string"})
+    call.says(CALL)
+    assert call.chat(tools=wrong)["choices"]  # nothing is compiled
+    for fields in ({"tool_choice": "required"}, SCHEMAS[0]):
+        message = call.refusal(CHAT, messages=MESSAGES, tools=wrong, **fields)["message"]
+        assert message.startswith("tools[0] `add`: ") and "`uniqueItems`" in message
+        assert call.chat(tools=harmless, **fields)["choices"]
+    form = {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}}}
+    message = call.refusal(CHAT, messages=MESSAGES, tools=[TOOL], response_format=form)["message"]
+    assert message.startswith("the answer's schema: ") and "`not`" in message
+
+
 @pytest.mark.parametrize(
     "fields",
     [

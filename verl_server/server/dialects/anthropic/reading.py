@@ -102,16 +102,13 @@ def _prompt(tools: TextTools, request: CountTokensRequest) -> tuple[ChatPrompt, 
     declared = read_tools(openai_tools(request.tools))
     given, parallel = openai_tool_choice(request.tool_choice)
     choice = read_tool_choice(given, declared)
-    schema = _json_schema(request)
-    if schema is not None and choice.mode != "none":
-        raise BadRequestError("output_config.format and tools exclude each other: set tool_choice to type none.")
-    return read_chat_prompt(tools, messages, options, declared, choice, parallel, schema), parallel
+    return read_chat_prompt(tools, messages, options, declared, choice, parallel, _json_schema(request)), parallel
 
 
 def _end_of_call(output: ChatOutput) -> str | None:
     """Return the stop string that ends the output after its first call, or None without tools.
 
-    Raise BadRequestError if the format has none, and the call is not forced by a grammar, which permits one only.
+    Raise BadRequestError if the format has none, and no grammar permits one call only.
     """
     if not output.tools or output.grammar is not None:
         return None

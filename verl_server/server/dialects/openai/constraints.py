@@ -68,13 +68,17 @@ def response_format_schema(name: str, value: Any) -> dict[str, str]:
     )
 
 
-def schema_object(text: str) -> dict[str, Any] | None:
-    """Return a JSON schema that is an object, or None for a boolean or for text that is refused elsewhere."""
+def read_schema(text: str) -> dict[str, Any] | bool:
+    """Return the JSON schema in a text. Raise BadRequestError if there is none."""
     try:
         schema = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return schema if isinstance(schema, dict) else None
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"The JSON schema of the output is not valid JSON: {error}.") from None
+    if not isinstance(schema, dict | bool):
+        raise BadRequestError(
+            f"The JSON schema of the output must be an object or a boolean, not {type(schema).__name__}."
+        )
+    return schema
 
 
 def _structured_outputs(name: str, value: Any) -> dict[str, str]:

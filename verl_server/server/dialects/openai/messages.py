@@ -10,7 +10,7 @@ import msgspec
 from verl_server.chat.tools import read_tool_choice, read_tools
 from verl_server.errors import BadRequestError
 from verl_server.server.chat_prompt import ChatPrompt, read_chat_prompt
-from verl_server.server.dialects.openai.protocol import CALL_AND_CONSTRAINT, OpenAIRequest
+from verl_server.server.dialects.openai.protocol import OpenAIRequest
 from verl_server.server.text_tools import TextTools
 
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
@@ -30,8 +30,8 @@ def read_openai_prompt(
 ) -> ChatPrompt:
     """Return the prompt of a conversation in OpenAI's shape. Raise BadRequestError or NeedsWorkerError.
 
-    `constrained` is the request with the constraints of the output. If the policy may reason, a JSON schema is removed
-    from this request and becomes a part of the prompt's grammar, so that it leaves the reasoning free.
+    `constrained` is the request with the constraints of the output. If the policy may reason or call tools, a JSON
+    schema is removed from this request and becomes a part of the prompt's grammar, so that it leaves these free.
     """
     declared = read_tools(tools)
     choice = read_tool_choice(tool_choice, declared)
@@ -40,11 +40,12 @@ def read_openai_prompt(
     elif not input_ids:
         raise BadRequestError("input_ids cannot be empty.")
     reasons = text.output_format(options).reasoning_format is not None
-    schema = constrained.take_schema() if reasons and constrained is not None else None
-    if schema is not None and choice.is_forced:
-        raise BadRequestError(CALL_AND_CONSTRAINT)
-    prompt = read_chat_prompt(text, messages, options, declared, choice, parallel, schema, input_ids)
-    if reasons and constrained is not None and constrained.is_constrained:
+    schema = constraint = None
+    if constrained is not None:
+        schema = constrained.take_schema() if reasons or choice.mode != "none" else None
+        constraint = constrained.constraint_name
+    prompt = read_chat_prompt(text, messages, options, declared, choice, parallel, schema, constraint, input_ids)
+    if reasons and constraint is not None:
         prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())  # all of it is the answer
     return msgspec.structs.replace(prompt, unused_options=_unused(prompt.unused_options, options))
 

@@ -13,14 +13,10 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import LogprobsMode
-from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint, schema_object
+from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint, read_schema
 from verl_server.server.generate_request import GenerateReqInput, SamplingLogprobsMode
 from verl_server.server.json_body import names_of_unknown
 
-CALL_AND_CONSTRAINT = (
-    "tool_choice requires a tool call, which excludes response_format and other constraints of the output: leave one "
-    "of them out."
-)
 R = TypeVar("R", bound=msgspec.Struct)
 
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -154,7 +150,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
         """Return the request without prompts.
 
         `logprobs` is the number of candidates that the answer shows for each position; None shows no
-        log-probabilities. `grammar` is a grammar for forced tool calls.
+        log-probabilities. `grammar` is that of the prompt (`ChatOutput.grammar`).
         """
         prompt_logprobs = self.prompt_logprobs
         top = max(logprobs or 0, prompt_logprobs or 0)
@@ -203,27 +199,30 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
             "stream_interval": self.stream_interval,
         }
         given = {key: value for key, value in params.items() if value is not None}
-        return given | self._constraint(grammar) | {"max_new_tokens": max_new_tokens}
+        constraints = self._constraint()
+        if grammar:
+            assert not constraints, "output_grammar permits one constraint"
+            constraints = {"ebnf": grammar}
+        return given | constraints | {"max_new_tokens": max_new_tokens}
 
-    def _constraint(self, grammar: str) -> dict[str, str]:
-        found = constraint({name: getattr(self, name) for name in CONSTRAINTS})
-        if not grammar:
-            return found
-        if found:
-            raise BadRequestError(CALL_AND_CONSTRAINT)
-        return {"ebnf": grammar}
+    def _constraint(self) -> dict[str, str]:
+        return constraint({name: getattr(self, name) for name in CONSTRAINTS})
 
-    def take_schema(self) -> dict[str, Any] | None:
-        """Remove the JSON schema that constrains the output from the request, and return it; None if there is none."""
-        text = self._constraint("").get("json_schema")
-        schema = None if text is None else schema_object(text)
-        if schema is not None:
-            self.response_format = self.structured_outputs = self.guided_json = self.json_schema = None
+    def take_schema(self) -> dict[str, Any] | Literal[True] | None:
+        """Remove the JSON schema that constrains the output from the request, and return it; None if there is none.
+
+        The schema false, which permits nothing, stays. Raise BadRequestError for text that is no schema.
+        """
+        text = self._constraint().get("json_schema")
+        schema = read_schema(text) if text else False
+        if schema is False:
+            return None
+        self.response_format = self.structured_outputs = self.guided_json = self.json_schema = None
         return schema
 
     def encode_constraint(self) -> None:
         """Replace the constraint of the output by its text. So whoever reads the request again encodes no schema."""
-        found = self._constraint("")
+        found = self._constraint()
         for name in CONSTRAINTS:
             setattr(self, name, None)
         for name, text in found.items():
@@ -233,8 +232,9 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
                 setattr(self, name, text)
 
     @property
-    def is_constrained(self) -> bool:
-        return bool(self._constraint(""))
+    def constraint_name(self) -> str | None:
+        """The sampling parameter that the constraint of the output sets, or None."""
+        return next(iter(self._constraint()), None)
 
     def check_logprobs(self, name: str, count: int | None) -> None:
         """Check the numbers of candidates. `name` is the field with `count`."""
