@@ -1,7 +1,7 @@
 """`SamplingParams`: the sampling settings of one request, with SGLang's names, defaults and limits.
 
-`SamplingParams.parse` decodes a dict or JSON object strictly. An unknown key, a wrong type or a value out of range
-raises a `BadRequestError` that names the key. A key of SGLang that we do not implement also raises if it is set. The
+`SamplingParams.parse` decodes a dict or JSON object. An unknown key, a wrong type or a value out of range raises a
+`BadRequestError` that names the key. A key of SGLang that we do not implement also raises if it is set. The
 scheduler receives the settings inside `TokenizedGenerateReq`.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from verl_server.errors import BadRequestError
+from verl_server.json_convert import convert_json
 
 TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary."""
@@ -44,6 +45,8 @@ UNSUPPORTED_PARAMS = {
     "choice": "use `regex`, or `json_schema` with an enum",
 }
 """SGLang's sampling parameters that are refused if they are set, each with what to do instead."""
+HARMLESS_PARAMS: dict[str, tuple[Any, ...]] = {"beam_width": (1,)}
+"""Values of them that are accepted, because they request what happens in any case."""
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Fields that hold a grammar for constrained decoding."""
@@ -130,18 +133,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             raise BadRequestError(f"sampling_params must be an object, not {type(raw).__name__}.")
         given = {key: value for key, value in raw.items() if value is not None}
         for key, remedy in UNSUPPORTED_PARAMS.items():
-            if given.pop(key, "") not in ("", [], {}, False):
+            if given.pop(key, "") not in ("", [], {}, False, *HARMLESS_PARAMS.get(key, ())):
                 raise BadRequestError(f"sampling_params.{key} is not supported: {remedy}.")
-        if "max_new_tokens" in raw and raw["max_new_tokens"] is None:
-            given["max_new_tokens"] = None
         try:
-            params = msgspec.convert(given, cls)
+            params = convert_json(given, cls)
         except msgspec.ValidationError as error:
             # msgspec says "Object contains unknown field `x`" or "Expected `int`, got `str` - at `$.top_k`".
             message = str(error).replace("Object contains unknown field", "unknown field").replace("$.", "")
             known = ", ".join(f"`{name}`" for name in cls.__struct_fields__)
             hint = f", expected one of {known}" if "unknown field" in message else ""
             raise BadRequestError(f"sampling_params: {message}{hint}") from None
+        if "max_new_tokens" in raw and raw["max_new_tokens"] is None:
+            params.max_new_tokens = None
         params.verify()
         return params
 

@@ -209,7 +209,8 @@ def test_a_schema_beside_tools_permits_calls_or_the_answer(name: str, reasoning:
 @pytest.mark.parametrize("name", list(GOOD))
 def test_calls_and_answers_are_parsed_apart(name: str, chunk: int) -> None:
     format = OutputFormat(name, "qwen3")
-    inside = json.dumps({"sum": 1, "text": f"{GOOD[name][0]} <|python_tag|>{STOP}"})
+    without_quotes = "[TOOL_CALLS]stop[ARGS]{} <tool_call><function=stop></function></tool_call>"
+    inside = json.dumps({"sum": 1, "text": f"{GOOD[name][0]} <|python_tag|>{STOP} {without_quotes}"})
     for text, calls in (*((text, True) for text in GOOD[name]), ('{"sum": 5}', False), (inside, False)):
         for thought in ("", "<think>hm</think>\n\n"):
             parser = format.parser(True, False, types=parameter_types(TOOLS), calls_first=True)

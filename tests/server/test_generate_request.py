@@ -60,7 +60,7 @@ def test_string_rid_of_a_batch_is_numbered() -> None:
         ({"input_ids": "1,2"}, "input_ids"),
         ({"text": 5}, "text"),
         ({"text": []}, "text cannot be an empty list"),
-        ({"text": "a", "stream": 1}, "stream"),
+        ({"text": "a", "stream": 2}, "stream"),
         ({"text": "a", "return_logprob": "yes"}, "return_logprob"),
         ({"text": "a", "top_logprobs_num": True}, "top_logprobs_num"),
         ({"text": "a", "sampling_params": "hot"}, "sampling_params must be an object"),

@@ -75,8 +75,8 @@ def read_tools(value: Any) -> list[Tool]:
 def _read_tool(place: str, value: Any) -> Tool:
     if not isinstance(value, dict):
         raise BadRequestError(f"{place} must be an object, not {_kind(value)}.")
-    kind = value.get("type", "function")
-    if kind != "function":
+    kind = value.get("type")
+    if kind not in (None, "function"):
         raise BadRequestError(f'{place}.type {kind!r:.64} is not supported: the only type is "function".')
     function = value.get("function")
     if not isinstance(function, dict):
@@ -96,9 +96,10 @@ def _read_tool(place: str, value: Any) -> Tool:
 def _check_schema(place: str, schema: Any) -> None:
     if not isinstance(schema, dict):
         raise BadRequestError(f"{place} must be a JSON schema (an object), not {_kind(schema)}.")
-    if schema.get("type", "object") != "object":
-        raise BadRequestError(f'{place}.type must be "object", not {schema["type"]!r:.64}.')
-    if not isinstance(schema.get("properties", {}), dict):
+    kinds = schema.get("type")
+    if kinds not in (None, "object") and not (isinstance(kinds, list) and "object" in kinds):
+        raise BadRequestError(f'{place}.type must be "object", not {kinds!r:.64}.')
+    if not isinstance(schema.get("properties"), dict | None):
         raise BadRequestError(f"{place}.properties must be an object, not {_kind(schema['properties'])}.")
 
 
@@ -145,7 +146,7 @@ def parameter_types(tools: Sequence[Tool]) -> ParameterTypes:
     types: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
         schema = tool.parameters or {}
-        properties = schema.get("properties", {})
+        properties = schema.get("properties") or {}
         types[tool.name] = {
             name: TEXT if _is_text(value) else _types(value, schema, [_MOST_SCHEMAS])
             for name, value in properties.items()

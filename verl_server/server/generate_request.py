@@ -1,8 +1,8 @@
 """`GenerateReqInput`: a request to `/generate` or `Engine.generate`, and its conversion into samples.
 
-`parse` decodes strictly: a boolean is not an integer, null means the default, and a field of SGLang that is not
-implemented is refused if it is set. `read_generate` parses a body and tokenizes the prompts, on the event loop or in a
-text worker. `expand` returns the `Samples` of each prompt to the TokenizerManager.
+`parse` decodes like every dialect (`json_convert`): null means the default, and a boolean is not an integer. A field of
+SGLang that is not implemented is refused if it is set. `read_generate` parses a body and tokenizes the prompts, on the
+event loop or in a text worker. `expand` returns the `Samples` of each prompt to the TokenizerManager.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import PROMPT_HEADER
+from verl_server.json_convert import convert_json
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
 from verl_server.server.json_body import names_of_unknown, parse_json
@@ -115,7 +116,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
             if name in given and not _is_unset(given[name]):
                 raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
         try:
-            request = msgspec.convert(given, cls)
+            request = convert_json(given, cls)
         except msgspec.ValidationError as error:
             raise BadRequestError(str(error).replace("`$.", "`")) from None
         if request.session_id and request.session_params is not None:

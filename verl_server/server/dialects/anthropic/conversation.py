@@ -76,6 +76,7 @@ def _assistant(place: str, content: Any) -> Message:
             thoughts.append(_string(at, block, "thinking"))
         elif block["type"] == "tool_use":
             arguments = block.get("input")
+            arguments = {} if arguments is None else arguments
             if not isinstance(arguments, dict):
                 raise BadRequestError(f"{at}.input must be an object.")
             function = {"name": _string(at, block, "name"), "arguments": arguments}

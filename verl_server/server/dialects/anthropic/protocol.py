@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_server.errors import BadRequestError
+from verl_server.json_convert import convert_json
 from verl_server.server.json_body import names_of_unknown
 
 R = TypeVar("R", bound="CountTokensRequest")
@@ -127,7 +128,7 @@ class TokenCount(msgspec.Struct):
 
 
 def parse_body(body: Any, kind: type[R]) -> tuple[R, list[str]]:
-    """Decode a body strictly. Return (request, names of unknown fields). Raise BadRequestError, which names a field."""
+    """Decode a body. Return (request, names of unknown fields). Raise BadRequestError, which names a field."""
     if not isinstance(body, dict):
         raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
     given = {key: value for key, value in body.items() if value is not None}
@@ -136,7 +137,7 @@ def parse_body(body: Any, kind: type[R]) -> tuple[R, list[str]]:
             refusal = ThreadUnsupportedError if name == "thread" else BadRequestError
             raise refusal(f"Field `{name}` is not supported: {remedy}.")
     try:
-        request = msgspec.convert(given, kind)
+        request = convert_json(given, kind)
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error).replace("`$.", "`")) from None
     return request, names_of_unknown(body, request)

@@ -22,9 +22,7 @@ CONSTRAINTS = (
 """Fields that constrain the output."""
 
 _ANY_OBJECT = '{"type":"object"}'
-_OPTIONS = frozenset(
-    {"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
-)
+_OPTIONS = frozenset({"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"})
 """Keys of `structured_outputs` that choose or configure vLLM's grammar libraries."""
 
 
@@ -91,6 +89,7 @@ def _structured_outputs(name: str, value: Any) -> dict[str, str]:
         "structural_tag": _structural_tag,
     }
     given = {key: each for key, each in value.items() if each is not None and each is not False and each != ""}
+    given.pop("disable_fallback", None)  # there is one library
     unknown = given.keys() - readers.keys() - _OPTIONS
     if unknown:
         raise BadRequestError(f"{name} has the unknown key `{min(unknown):.64}`; known: {', '.join(readers)}.")

@@ -69,7 +69,6 @@ CHAT_REFUSED = _REFUSED | {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": _NO_MEDIA,
-    "prediction": _NO_SPECULATION,
     "web_search_options": "the server has no tools",
     "verbosity": "say in the messages how long the answer should be, or use chat_template_kwargs",
     "thinking": "use reasoning_effort or chat_template_kwargs",
@@ -77,4 +76,7 @@ CHAT_REFUSED = _REFUSED | {
     "echo": "use continue_final_message",
     "add_special_tokens": "the chat template adds the special tokens",
 }
-CHAT_WITHOUT_EFFECT = _WITHOUT_EFFECT
+CHAT_WITHOUT_EFFECT = _WITHOUT_EFFECT | {"prediction": "it only makes OpenAI's service faster"}
+
+HARMLESS = {"verbosity": ("medium",), "function_call": ("none", "auto")}
+"""Refused field -> the values that are accepted, because they request what happens in any case."""

@@ -68,7 +68,7 @@ def _unused(names: list[str], options: Mapping[str, Any]) -> list[str]:
 
 
 def text_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each `content` as one string. Parts of type "text" are joined, other parts refused.
+    """Return the messages with each `content` as one string. The text of a refusal is the content of its message.
 
     The role "developer" becomes "system": the templates of the served models do not know it, and some leave out
     messages of unknown roles.
@@ -81,13 +81,37 @@ def text_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(role, str):
             raise BadRequestError(f"messages[{i}] needs a `role`.")
         content = message.get("content")
+        if content is None and isinstance(message.get("refusal"), str):
+            content = message["refusal"]
         if isinstance(content, list):
-            wrong = [p for p in content if not isinstance(p, dict) or p.get("type") != "text" or "text" not in p]
-            if wrong:
-                raise BadRequestError(f"messages[{i}] has a part that is not text; only text is served.")
-            content = "".join(str(part["text"]) for part in content)
+            content = joined_parts(f"messages[{i}]", content)
         elif content is not None and not isinstance(content, str):
             raise BadRequestError(f"messages[{i}].content must be a string or a list of text parts.")
         role = "system" if role == "developer" else role
         plain.append(message | {"role": role, "content": content if content is not None else ""})
     return plain
+
+
+_TEXT_OF_PART: dict[str | None, str] = {
+    None: "text",
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+"""Type of a part that is text, in chats or responses -> the key with the text."""
+
+
+def joined_parts(place: str, parts: Sequence[Any]) -> str:
+    """Return the joined text of a content's parts, which may be strings. Raise BadRequestError for other parts."""
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        key = _TEXT_OF_PART.get(kind) if isinstance(kind, str | None) else None
+        text = part if isinstance(part, str) else part.get(key) if isinstance(part, dict) and key is not None else None
+        if not isinstance(text, str):
+            raise BadRequestError(f"{place} has a part that is not text; only text is served.")
+        texts.append(text)
+    return "".join(texts)

@@ -12,8 +12,10 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from verl_server.errors import BadRequestError
+from verl_server.json_convert import convert_json
 from verl_server.sampling_params import LogprobsMode
 from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint, read_schema
+from verl_server.server.dialects.openai.fields import HARMLESS
 from verl_server.server.generate_request import GenerateReqInput, SamplingLogprobsMode
 from verl_server.server.json_body import names_of_unknown
 
@@ -29,6 +31,8 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Send a last chunk with the token counts."""
     continuous_usage_stats: bool = False
     """Send the token counts so far with every chunk."""
+    include_obfuscation: bool = False
+    """Accepted without effect: chunks are never obfuscated."""
 
 
 class OpenAIRequest(msgspec.Struct, kw_only=True):
@@ -323,12 +327,12 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
 
 
 def parse_openai(body: Any, kind: type[R], refused: Mapping[str, str]) -> tuple[R, list[str]]:
-    """Decode a body strictly. Return (request, its `names_of_unknown`). Raise BadRequestError."""
+    """Decode a body. Return (request, its `names_of_unknown`). Raise BadRequestError."""
     if not isinstance(body, dict):
         raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
     given = {key: value for key, value in body.items() if value is not None}
     for name in given.keys() & refused.keys():
-        if given[name] not in _UNSET:
+        if given[name] not in (*_UNSET, *HARMLESS.get(name, ())):
             raise BadRequestError(f"Field `{name}` is not supported: {refused[name]}.")
     request = convert(given, kind)
     return request, names_of_unknown(body, request)
@@ -338,7 +342,7 @@ def convert(body: Any, kind: type[R]) -> R:
     """Decode a body without its nulls. Raise BadRequestError, which names the field."""
     given = {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
     try:
-        return msgspec.convert(given, kind)
+        return convert_json(given, kind)
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error).replace("`$.", "`")) from None
 

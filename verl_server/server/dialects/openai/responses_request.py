@@ -17,7 +17,7 @@ from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.dialects.openai.constraints import response_format_schema
 from verl_server.server.dialects.openai.fields import CHAT_REFUSED
-from verl_server.server.dialects.openai.messages import effort_options, read_openai_prompt
+from verl_server.server.dialects.openai.messages import effort_options, joined_parts, read_openai_prompt
 from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, at_least, parse_openai
 from verl_server.server.json_body import parse_json
 from verl_server.server.text_tools import Ids, Job, TextTools
@@ -28,7 +28,12 @@ _NO_STORE = (
 _MOST_METADATA, _LONGEST_METADATA = 16, 512
 """Pairs of `metadata`, and characters of a key or a value. Source: OpenAI."""
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+_INCLUDED = (
+    *(_LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url"),
+    "code_interpreter_call.outputs",
+)
+"""Source: OpenAI. The results of OpenAI's own tools and images cannot occur, so nothing is left out."""
 
 RESPONSES_REFUSED = {
     "conversation": _NO_STORE,
@@ -39,7 +44,6 @@ RESPONSES_REFUSED = {
     "prompt": "prompts are not stored; send the text in `input` and `instructions`",
     "context_management": "the conversation is never shortened",
     "moderation": "the server does not moderate",
-    "max_tool_calls": "the server has no tools of its own",
 } | {
     name: reason
     for name, reason in CHAT_REFUSED.items()
@@ -49,6 +53,7 @@ RESPONSES_WITHOUT_EFFECT = {
     "user": "it names the caller to OpenAI",
     "safety_identifier": "it names the caller to OpenAI",
     "service_tier": "there is one class of service",
+    "max_tool_calls": "it bounds calls of OpenAI's own tools, and the server has none",
     "stream_options": "events are never obfuscated, and the last event has the usage",
     "prompt_cache_key": "the prefix cache finds every prefix by itself",
     "prompt_cache_options": "the prefix cache finds every prefix by itself",
@@ -72,6 +77,8 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
     """`reasoning_effort` of a chat."""
     summary: str | None = None
     """Accepted without effect: the reasoning itself is returned."""
+    generate_summary: str | None = None
+    """The older name of `summary`."""
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -103,7 +110,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Send server-sent events with OpenAI's typed events."""
     include: list[str] | None = None
     """`message.output_text.logprobs` returns log-probabilities. `reasoning.encrypted_content` is accepted without
-    effect: the reasoning is returned in plain text."""
+    effect: the reasoning is returned in plain text. So are results of OpenAI's own tools, which the server has not."""
     top_logprobs: int | None = None
     """Number of most likely candidates for each position of the log-probabilities."""
     store: bool | None = None
@@ -111,8 +118,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     OpenAI."""
     previous_response_id: str | None = None
     """In a session: the response that `input` follows. Its instructions and tools stay."""
-    truncation: Literal["disabled"] | None = None
-    """Only "disabled" is served: a conversation that is too long is refused."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """A conversation that is too long is refused, also with "auto"."""
     metadata: dict[str, str] | None = None
     """Returned with the response."""
     # SGLang's additional fields
@@ -289,7 +296,7 @@ def input_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         role = item.get("role")
         if not isinstance(role, str):
@@ -336,13 +343,7 @@ def _text(place: str, content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise BadRequestError(f"{place} must be a string or a list of text parts.")
-    texts = []
-    for part in content:
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            raise BadRequestError(f"{place} has a part that is not text; only text is served.")
-        texts.append(text)
-    return "".join(texts)
+    return joined_parts(place, content)
 
 
 def _chat_tool(i: int, tool: dict[str, Any]) -> dict[str, Any]:

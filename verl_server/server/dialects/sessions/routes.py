@@ -19,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.json_convert import convert_json
 from verl_server.numbers import whole_number
 from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import JSON, POST, Operation
@@ -234,7 +235,7 @@ class SessionApi:
         if isinstance(given, dict):
             given = {name: value for name, value in given.items() if value is not None}
         try:
-            read = msgspec.convert(given, kind)
+            read = convert_json(given, kind)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
         refuse_unknown(request, names_of_unknown(given, read))

@@ -22,6 +22,7 @@ from verl_server.io_struct import (
     FlushCacheReq,
     PauseGenerationReq,
 )
+from verl_server.json_convert import convert_json
 from verl_server.server.auth import AccessRules
 from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
@@ -235,7 +236,7 @@ class ControlApi:
         known = kind.__struct_fields__
         try:
             given = {key: value for key, value in body.items() if value is not None and key in known and key != "id"}
-            read = msgspec.convert(given, kind, strict=False)
+            read = convert_json(given, kind)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.scope['path']}: {error}".replace("`$.", "`")) from None
         judge_unknown(request, names_of_unknown(body, read))

@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from verl_server.errors import BadRequestError, error_for_status
 from verl_server.io_struct import ControlReq, StartProfileReq, StopProfileReq
+from verl_server.json_convert import convert_json
 from verl_server.server.json_body import MOST_NAMES
 from verl_server.server.operation import BOTH, TEXT, Operation
 from verl_server.server.responses import json_response, message_error, read_json, unless_disconnected
@@ -109,7 +110,7 @@ class OpsApi:
         given = {name: body[name] for name in StartProfileReq.__struct_fields__ if body.get(name) is not None}
         given.pop("id", None)
         try:
-            req = msgspec.convert(given, StartProfileReq, strict=False)
+            req = convert_json(given, StartProfileReq)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"/start_profile: {error}".replace("`$.", "`")) from None
         return await self._profile(request, req, "Start profiling.\n")

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError, VerlServerError
+from verl_server.json_convert import convert_json
 from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import BOTH, Operation
 from verl_server.server.responses import json_response, message_error, read_json
@@ -97,7 +98,7 @@ class SglangSessionApi:
         given = await read_json(request, self._limit)
         try:
             set_fields = {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
-            read = msgspec.convert(set_fields, kind, strict=False)
+            read = convert_json(set_fields, kind)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
         judge_unknown(request, names_of_unknown(given, read))

@@ -22,6 +22,7 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     PauseMode,
 )
+from verl_server.json_convert import convert_json
 from verl_server.server.dialects.vllm.errors import answers_errors
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.weight_transfer import (
@@ -320,7 +321,7 @@ class VllmControlApi:
         inside = {name: fields for name, fields in TRANSFER_FIELDS.items() if isinstance(body.get(name), dict)}
         given = {key: body[key] for key in known if body.get(key) is not None}
         try:
-            read = msgspec.convert(given, kind, strict=False)
+            read = convert_json(given, kind)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
         deeper = [f"{name}.{key}" for name, known in inside.items() for key in body[name] if key not in known]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from verl_server.errors import BadRequestError
+from verl_server.json_convert import convert_json
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
 from verl_server.server.json_body import names_of_unknown, parse_json
@@ -88,7 +89,7 @@ def read_inference(tools: TextTools, body: bytes) -> ReadInference:
     if given.get("output_mode") == "derender":
         raise BadRequestError("output_mode='derender' is not supported: use /v1/chat/completions.")
     try:
-        request = msgspec.convert(given, InferenceRequest)
+        request = convert_json(given, InferenceRequest)
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error).replace("`$.", "`")) from None
     sampling, unknown = VllmSamplingParams.parse(request.sampling_params)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from verl_server import __version__
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.json_convert import convert_json
 from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.vllm.choices import InferenceChoices
 from verl_server.server.dialects.vllm.errors import ModelNotFoundError, answers_errors, error_content
@@ -129,7 +130,7 @@ class VllmApi:
         output. To abort all requests is a control call. A name that no request has is ignored."""
         body = await read_json(request, self._args.max_request_bytes)
         try:
-            named = msgspec.convert(body, AbortRequestsReq)
+            named = convert_json(body, AbortRequestsReq)
         except msgspec.ValidationError as error:
             raise BadRequestError(str(error).replace("`$.", "`")) from None
         judge_unknown(request, names_of_unknown(body, named))

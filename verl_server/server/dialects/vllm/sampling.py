@@ -8,6 +8,7 @@ import msgspec
 import orjson
 
 from verl_server.errors import BadRequestError
+from verl_server.json_convert import convert_json
 from verl_server.server.json_body import names_of_unknown
 
 _NO_INTERNALS = "this server returns tokens and log-probabilities only"
@@ -138,7 +139,7 @@ class VllmSamplingParams(msgspec.Struct, kw_only=True):
             if given.get(name) not in (None, False, 0, "", [], {}):
                 raise BadRequestError(f"sampling_params.{name} is not supported: {remedy}.")
         try:
-            params = msgspec.convert(given, cls)
+            params = convert_json(given, cls)
         except msgspec.ValidationError as error:
             raise BadRequestError("sampling_params: " + str(error).replace("`$.", "`")) from None
         for name in ("logprobs", "prompt_logprobs"):

@@ -15,6 +15,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.io_struct import ControlReply, ControlReq
+from verl_server.json_convert import convert_json
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
@@ -217,6 +218,6 @@ def _converted(name: str, raw: Any, kind: type[S]) -> S:
     if not isinstance(raw, dict):
         raise BadRequestError(f"The body needs `{name}`, which must be an object, not {type(raw).__name__}.")
     try:
-        return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind, strict=False)
+        return convert_json(raw, kind)
     except msgspec.ValidationError as error:
         raise BadRequestError(f"{name}: " + str(error).replace("`$.", "`")) from None
