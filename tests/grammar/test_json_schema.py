@@ -152,7 +152,7 @@ def test_a_schema_that_nests_too_deeply() -> None:
         (ARRAY | {"contains": {}}, "Leave `contains` out, or use tool_choice"),
         (ARRAY | {"contains": {}}, '"x-guidance": {"lenient": true}'),
         ({"type": "string", "pattern": "^(?!x).*$"}, "look-around"),
-        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "Use `anyOf`, or use tool_choice"),
         ({"type": "any"}, "Invalid type: any. Change the schema, or use tool_choice"),
         ({"$ref": "#/$defs/lost"}, "Pointer '/$defs/lost' does not exist"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5)"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.grammar.conftest import TOKENIZER, VOCAB
 from verl_server.errors import BadRequestError
 from verl_server.grammar import trial
 from verl_server.grammar.compiler import GrammarCompiler
+from verl_server.grammar.json_schema import marked_rule
 from verl_server.grammar.mask_executor import MaskExecutor
 from verl_server.grammar.source import Grammar, Kind, translate
 from verl_server.grammar.trial import try_out
@@ -40,6 +42,19 @@ def test_a_refusal_says_what_to_do(compiler: GrammarCompiler, kind: Kind, text: 
     with pytest.raises(BadRequestError) as caught:
         run(compiler, kind, text)
     assert says in str(caught.value)
+
+
+def test_a_refusal_without_a_place_names_the_schema_that_has_it_alone(compiler: GrammarCompiler) -> None:
+    def refusal(start: str, schema: dict[str, Any]) -> str:
+        rules = [marked_rule("a", "tools[0] `get`", {}), marked_rule("b", "tools[1] `add`", schema)]
+        with pytest.raises(BadRequestError) as caught:
+            run(compiler, "ebnf", "\n".join([f"start: {start}", *rules, ""]))
+        return str(caught.value)
+
+    slow = {"type": "integer", "multipleOf": 7919 * 104729}
+    assert refusal("a | b", slow).startswith("tools[1] `add`: The grammar was refused: fuel exhausted")
+    assert refusal("a | b", {"not": {}}).startswith("tools[1] `add`: the output cannot be constrained")
+    assert refusal('c a b\nc: "a" c', {}).startswith("tools[0] `get`, tools[1] `add`: The grammar was refused")
 
 
 def test_slow_masks_are_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

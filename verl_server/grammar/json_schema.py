@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 from typing import Any
 
 from verl_server.errors import BadRequestError
@@ -82,10 +83,27 @@ def schema_refusal(error: str, grammar: str) -> str | None:
     return None
 
 
+def schemas_alone(grammar: str) -> dict[str, str]:
+    """Return owner -> a translated grammar of its schema alone, for each `marked_rule` of a translated grammar."""
+    alone: dict[str, str] = {}
+    for each in json.loads(grammar)["grammars"]:
+        lines = each.get("lark_grammar", "").split("\n")
+        for mark, rule in pairwise(lines):
+            if mark.startswith(_MARK):
+                start = f"start: {rule.partition(': ')[2]}"
+                alone[mark.removeprefix(_MARK)] = json.dumps({"grammars": [{"lark_grammar": start}]})
+    return alone
+
+
 def _refusal(owner: str, reason: str) -> str:
     remedy = ', or use tool_choice "auto" without a schema of the answer' if owner.startswith("tools[") else ""
     keys = _KEYS.search(reason)
-    if keys is None:
+    if "coerce_one_of" in reason:
+        reason = "more than one schema of a `oneOf` may permit a value"
+        remedy = (
+            f'Use `anyOf`{remedy}, or set "x-guidance": {{"coerce_one_of": true}} in the schema, which does the same'
+        )
+    elif keys is None:
         reason, remedy = " ".join(reason.split())[:_MOST_REASON], f"Change the schema{remedy}"
     else:
         names = keys[1].replace('"', "`")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 from verl_server.errors import BadRequestError
@@ -21,6 +22,7 @@ from verl_server.grammar.compiler import (
     stack_size,
 )
 from verl_server.grammar.failure import GrammarFailedError
+from verl_server.grammar.json_schema import schemas_alone
 from verl_server.grammar.mask_executor import MaskExecutor
 from verl_server.grammar.walk import random_outputs
 
@@ -28,6 +30,8 @@ MOST_MEMORY = 1 << 30
 """Bytes of address space that a trial may take. The process ends if it needs more."""
 _SECONDS = 0.1
 """Processor time for random outputs."""
+_MOST_TRIED_ALONE = 16
+"""Schemas of a refused grammar that are tried one by one."""
 _MOST_STEP_SECONDS = 0.02
 """CPU time that the mask of one token may take. Other requests wait for it."""
 
@@ -44,8 +48,10 @@ def try_out(compiler: GrammarCompiler, grammar: str) -> int:
     def run() -> None:
         try:
             before = _resident_bytes()
-            matcher = compiler.compile(grammar)
-            _walk(matcher, compiler.num_words)
+            try:
+                _walk(compiler.compile(grammar), compiler.num_words)
+            except BadRequestError as error:
+                raise _with_owner(error, compiler, grammar) from None
             sizes.append(max(0, _resident_bytes() - before))
         except BaseException as error:  # a panic of llguidance is no Exception
             failures.append(error)
@@ -65,6 +71,19 @@ def _refusal(error: BaseException) -> Exception:
     if isinstance(error, MemoryError):
         return BadRequestError(f"The grammar takes more than {MOST_MEMORY >> 20} MiB of memory. Use a smaller one.")
     return BadRequestError(f"The grammar made the compiler fail ({type(error).__name__}). Use a simpler one.")
+
+
+def _with_owner(error: BadRequestError, compiler: GrammarCompiler, grammar: str) -> BadRequestError:
+    """Return the error with the owner of the schema that has it alone, or with the owners of all of them."""
+    schemas = schemas_alone(grammar)
+    if not schemas or any(str(error).startswith(f"{owner}: ") for owner in schemas):
+        return error
+    for owner, alone in islice(schemas.items(), _MOST_TRIED_ALONE):
+        try:
+            _walk(compiler.compile(alone), compiler.num_words)
+        except BadRequestError as own:
+            return BadRequestError(f"{owner}: {own}")
+    return BadRequestError(f"{', '.join(islice(schemas, _MOST_TRIED_ALONE))}: {error}")
 
 
 def _walk(matcher: Matcher, num_words: int) -> None:
