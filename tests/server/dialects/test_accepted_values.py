@@ -127,6 +127,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         *({"sampling_params": {"stop": [], "bad_words": [], "logit_bias": {}}}, {"model": None}, STREAM),
         *({"sampling_params": {"logprobs": 1.0, "top_k": -1.0}}, {"features": None}, {"kv_transfer_params": {}}),
         {"sampling_params": {"structured_outputs": {"regex": "a+", "json": None, "json_object": None}}},
+        {"sampling_params": {"structured_outputs": {"json": True}}},
     ],
 }
 REFUSED: dict[str, list[dict[str, Any]]] = {

@@ -160,6 +160,22 @@ def test_both_dialects_continue_one_conversation(stack: Stack) -> None:
     }
 
 
+def test_a_schema_beside_tools_stays_one_conversation(stack: Stack) -> None:
+    session = Session(stack)
+    session.says('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', '{"sum": 1}')
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    body = {"tools": [tool], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    first = session.chat([user("a")], **body)
+    (call,) = first["message"]["tool_calls"]
+    assert "<tool_call>" in session.sent().grammar and "sum" in session.sent().grammar
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "1"}
+    second = session.chat([user("a"), first["message"], result], **body)
+    assert second["message"]["content"] == '{"sum": 1}' and "tool_calls" not in second["message"]
+    info = second["meta_info"]["session"]
+    assert (info["parent"], info["branch"], info["matched_messages"]) == (0, 0, 2)
+
+
 def test_completions_and_generate_follow_by_text_and_ids(stack: Stack) -> None:
     session = Session(stack)
     session.cuts("def", "jkl", "mno")

@@ -158,6 +158,9 @@ SCHEMAS: list[dict[str, Any]] = [
     {"guided_json": json.dumps(ANSWER)},
     {"json_schema": ANSWER},
     {"json_schema": "true"},
+    {"json_schema": True},
+    {"guided_json": True},
+    {"structured_outputs": {"json": True}},
 ]
 
 
@@ -208,6 +211,7 @@ def test_every_name_of_a_schema_may_stand_beside_tools(call: Caller, fields: dic
         ({"guided_choice": ["a"]}, "(ebnf)"),
         ({"structured_outputs": {"regex": "a"}}, "(regex)"),
         ({"json_schema": "false"}, "(json_schema)"),
+        ({"json_schema": False}, "(json_schema)"),
         ({"json_schema": "{"}, "not valid JSON"),
         ({"json_schema": "[]"}, "an object or a boolean"),
     ],

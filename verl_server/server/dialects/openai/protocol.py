@@ -102,12 +102,12 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     """`regex` of `SamplingParams`."""
     ebnf: str | None = None
     """`ebnf` of `SamplingParams`."""
-    json_schema: str | dict[str, Any] | None = None
-    """`json_schema` of `SamplingParams`, as text or as an object."""
+    json_schema: str | dict[str, Any] | bool | None = None
+    """`json_schema` of `SamplingParams`, as text or as an object. True is any JSON."""
     structured_outputs: dict[str, Any] | None = None
     """vLLM's constraint: an object with one of `json`, `regex`, `choice`, `grammar`, `json_object` and
     `structural_tag`."""
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
     """`structured_outputs.json` of older versions of vLLM."""
     guided_regex: str | None = None
     """`structured_outputs.regex` of older versions of vLLM."""

@@ -39,8 +39,8 @@ SAMPLING_WITHOUT_EFFECT = {
 class StructuredOutputs(msgspec.Struct, kw_only=True):
     """vLLM's constraint on the output. Set exactly one of the fields."""
 
-    json: str | dict[str, Any] | None = None
-    """JSON schema, as an object or as text."""
+    json: str | dict[str, Any] | bool | None = None
+    """JSON schema, as an object or as text. True is any JSON."""
     regex: str | None = None
     """Regular expression that the whole output matches."""
     choice: list[str] | None = None
