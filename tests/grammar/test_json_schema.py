@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -9,7 +10,17 @@ import pytest
 from llguidance import LLMatcher
 
 from verl_server.errors import BadRequestError
-from verl_server.grammar.json_schema import FORMATS, enforceable_schema, marked_rule, schema_refusal
+from verl_server.grammar.json_schema import (
+    _IN_PLACE,
+    _MAPS,
+    _OF_ARRAYS,
+    _OF_OBJECTS,
+    _SCHEMAS,
+    FORMATS,
+    enforceable_schema,
+    marked_rule,
+    schema_refusal,
+)
 
 OBJECT: dict[str, Any] = {"type": "object"}
 ARRAY: dict[str, Any] = {"type": "array"}
@@ -135,6 +146,37 @@ def test_the_known_formats_are_those_of_llguidance() -> None:
         assert not llguidance_error({"type": "string", "format": name}), name
     for name in others:
         assert llguidance_error({"type": "string", "format": name}), f"llguidance knows {name} now: add it"
+
+
+def test_references_in_circles_end() -> None:
+    circle = {"anyOf": [{"propertyNames": {"$ref": "#/$defs/a"}}] * 2}
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": circle}}
+    assert enforceable_schema(schema) == schema
+
+
+def test_no_value_of_a_keyword_makes_the_function_fail() -> None:
+    values: list[Any] = [
+        5,
+        1.5,
+        "x",
+        True,
+        False,
+        None,
+        [],
+        {},
+        [[]],
+        [{}],
+        [5],
+        {"a": 5},
+        {"a": [{}]},
+        {"a": {"$ref": 5}},
+    ]
+    others: list[dict[str, Any]] = [{}, OBJECT, {"properties": 5}, {"required": [[]], "additionalProperties": False}]
+    keys = [*_SCHEMAS, *_MAPS, *_OF_OBJECTS, *_OF_ARRAYS, *_IN_PLACE, "required", "type", "enum", "format", "maxItems"]
+    for key, value, other in itertools.product(keys, values, others):
+        enforceable_schema({**other, key: value})
+        enforceable_schema({**other, key: value, "propertyNames": {"enum": ["a", []]}})
+        enforceable_schema({**other, "propertyNames": {key: value}, "maxProperties": 1})
 
 
 def test_a_schema_that_nests_too_deeply() -> None:

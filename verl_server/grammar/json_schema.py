@@ -118,7 +118,8 @@ def _schema(schema: Any, root: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {key: _part(key, value, root) for key, value in schema.items() if value is not None or key in _ANY_VALUE}
-    if found.get("format") not in FORMATS:
+    form = found.get("format")
+    if not isinstance(form, str) or form not in FORMATS:
         found.pop("format", None)
     if not _allows(found, "object"):
         _remove(found, _OF_OBJECTS)
@@ -156,7 +157,7 @@ def _simplify_conditions(found: dict[str, Any]) -> None:
 
 def _is_met(rule: Any, present: Collection[str]) -> bool:
     """Return True if every object with these properties meets the rule of a `dependentRequired` or `dependencies`."""
-    return all(name in present for name in rule) if isinstance(rule, list) else _is_true(rule)
+    return all(isinstance(name, str) and name in present for name in rule) if isinstance(rule, list) else _is_true(rule)
 
 
 def _simplify_items(found: dict[str, Any]) -> None:
@@ -183,8 +184,9 @@ def _simplify_properties(found: dict[str, Any]) -> None:
     least, most, required = (found.get(key) for key in ("minProperties", "maxProperties", "required"))
     if isinstance(least, int) and least <= (len(set(map(str, required))) if isinstance(required, list) else 0):
         del found["minProperties"]
+    properties = found.get("properties", {})
     is_closed = found.get("additionalProperties") is False and "patternProperties" not in found
-    if isinstance(most, int) and is_closed and most >= len(found.get("properties", {})):
+    if isinstance(most, int) and is_closed and isinstance(properties, dict) and most >= len(properties):
         del found["maxProperties"]
 
 
@@ -192,7 +194,7 @@ def _simplify_property_names(found: dict[str, Any], root: Any) -> None:
     """Remove a `propertyNames` that every name satisfies. Names of an enumeration become properties."""
     rule = found.get("propertyNames")
     if isinstance(rule, dict) and isinstance(rule.get("$ref"), str):
-        rule = _schema(_referred(rule["$ref"], root), root)
+        rule = _referred(rule["$ref"], root)  # as it was written: a reference may lead in circles
     names: list[Any] | None = None
     if isinstance(rule, dict):
         names = [rule["const"]] if "const" in rule else rule.get("enum")
@@ -203,8 +205,10 @@ def _simplify_property_names(found: dict[str, Any], root: Any) -> None:
             return
     if _is_true(rule) or (isinstance(rule, dict) and names is None):
         found.pop("propertyNames", None)
-    elif isinstance(names, list) and not found.keys() & {"patternProperties", "unevaluatedProperties"}:
-        properties, other = found.get("properties", {}), found.get("additionalProperties", True)
+        return
+    properties, other = found.get("properties", {}), found.get("additionalProperties", True)
+    is_plain = isinstance(properties, dict) and not found.keys() & {"patternProperties", "unevaluatedProperties"}
+    if isinstance(names, list) and is_plain:
         known = [name for name in properties if name in names]
         new = [name for name in names if isinstance(name, str) and name not in properties] if other is not False else []
         del found["propertyNames"]
