@@ -217,4 +217,4 @@ def test_a_truncated_response_says_that_nothing_was_truncated(module_stack: Stac
     answer = module_stack.post("/v1/responses", BASE["/v1/responses"] | {"truncation": "auto"}).json()
     assert answer["truncation"] == "disabled"
     long = module_stack.post("/v1/responses", {"input": "a" * 400, "truncation": "auto"})
-    assert (long.status_code, long.json()["code"]) == (400, "context_length_exceeded"), long.text
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded"), long.text
