@@ -115,6 +115,7 @@ def test_each_option_is_compared_or_may_differ(tmp_path: Path, name: str) -> Non
     written(file, ended(0))
     other = "http://env:2/another" if name == "environment" else changed(name, getattr(ARGS, name))
     other = "http://else:3" if name == "server" else str(other) if name == "tokenizer" else other
+    other = 0.5 if name == "straggler_fraction" else other
     args = dataclasses.replace(ARGS, **{name: other})
     if name in MAY_DIFFER:
         opened(file, args, resume=True).close()
@@ -166,6 +167,29 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     output.begin("the model")
     output.close()
     assert (tmp_path / "link").is_symlink() and seeds(tmp_path / "x.jsonl") == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--temperature", "-1"], "--temperature must be finite, >= 0, not -1.0"),
+        (["--temperature", "nan"], "--temperature must be finite, >= 0, not nan"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, not 0"),
+        (["--max-new-tokens", "3000000000"], "--max-new-tokens must be below 2147483648"),
+        (["--episodes", "0"], "--episodes must be at least 1, not 0"),
+        (["--max-concurrency", "0"], "--max-concurrency must be at least 1, not 0"),
+        (["--max-turns", "0"], "--max-turns must be at least 1, not 0"),
+        (["--agent", "x:y", "--tasks", "t", "--temperature", "nan"], "--temperature must be finite, >= 0, not nan"),
+        (["--agent", "x:y", "--tasks", "t", "--groups", "0"], "--groups must be at least 1, not 0"),
+    ],
+)
+def test_wrong_options_end_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*WHERE, "--out", str(tmp_path / "runs/x.jsonl"), *options])
+    assert end.value.code == 2 and not any(tmp_path.iterdir())
+    assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 # -- the command, with an engine and an environment of this process ---------------------------------------------

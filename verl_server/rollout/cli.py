@@ -15,23 +15,26 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.errors import BadRequestError
 from verl_server.model_folder import load_pretrained
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts, environment_schema
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.episode import Limits
+from verl_server.rollout.option_names import as_options
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, summarize
 from verl_server.rollout.trajectory_file import TrajectoryFile
 from verl_server.run_output import location, settings_of, without_host
+from verl_server.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class RolloutArgs:
     """Play episodes of an environment with a policy, each at its own pace.
 
-    Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 130 after Ctrl-C (--resume
-    continues).
+    Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 2 for wrong options, 130
+    after Ctrl-C (--resume continues).
     """
 
     server: str
@@ -86,6 +89,17 @@ class RolloutArgs:
     env_timeouts: EnvTimeouts = field(default_factory=EnvTimeouts)
     api_key: str | None = None
     """API key of the rollout server. Default: VERL_SERVER_API_KEY of the environment, which other users cannot read."""
+
+    def __post_init__(self) -> None:
+        for name in ("episodes", "max_concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadRequestError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
+        try:
+            SamplingParams.parse({"temperature": self.temperature, "max_new_tokens": self.max_new_tokens})
+            self.limits()
+        except BadRequestError as error:
+            raise BadRequestError(as_options(str(error))) from None
 
     def limits(self) -> Limits:
         """The bounds that these options set."""

@@ -6,6 +6,7 @@ text of that option.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,6 +72,8 @@ class GRPOConfig:
         for name in ("groups", "group_size", "epochs", "minibatches", "micro_batch_tokens"):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"GRPOConfig.{name} must be at least 1, not {getattr(self, name)}.")
+        if not 0 < self.temperature < math.inf:
+            raise BadRequestError(f"GRPOConfig.temperature must be finite and more than 0, not {self.temperature}.")
         if self.correction_bound < 0:
             raise BadRequestError(f"GRPOConfig.correction_bound must not be negative, not {self.correction_bound}.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -409,3 +410,10 @@ def test_an_open_server_is_refused() -> None:
 def test_input_that_cannot_work_is_refused(agent: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequestError, match=says):
         run(agent, **options)
+
+
+@pytest.mark.parametrize("name", ["sampling_params", "forced_sampling_params"])
+def test_wrong_sampling_params_are_refused_before_anything_starts(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadRequestError, match=r"sampling_params\.temperature must be finite"):
+        run(player, 1, out=tmp_path / "run", reward=lambda _: 1.0, **{name: {"temperature": -1.0}})
+    assert not (tmp_path / "run").exists()

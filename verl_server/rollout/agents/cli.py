@@ -28,7 +28,9 @@ from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.env_factory import load_function
 from verl_server.rollout.environments.named import command_words, environment_named, has_reward, is_named
+from verl_server.rollout.option_names import as_options
 from verl_server.run_output import location, without_host
+from verl_server.sampling_params import SamplingParams
 from verl_server.web.key_files import read_key_file
 
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
@@ -41,8 +43,8 @@ Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 class AgentRolloutArgs:
     """Let an agent play tasks with a policy, each episode in a session that records its tokens.
 
-    Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 130 after Ctrl-C (--resume
-    continues).
+    Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 2 for wrong options, 130
+    after Ctrl-C (--resume continues).
     """
 
     agent: str
@@ -92,6 +94,16 @@ class AgentRolloutArgs:
     """Name of a variable that a program receives beside its own. May be repeated."""
     allow_open_server: bool = False
     """Accept servers that generate without a key, where an agent can sample outside its session."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("groups", 1), ("group_size", 1), ("max_concurrency", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise BadRequestError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+        try:
+            SamplingParams.parse({"temperature": self.temperature})
+        except BadRequestError as error:
+            raise BadRequestError(as_options(str(error))) from None
 
 
 def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> int:

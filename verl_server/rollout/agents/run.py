@@ -41,6 +41,7 @@ from verl_server.rollout.running_loop import refuse_running_loop
 from verl_server.rollout.trajectory import StopReason, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.run_output import location
+from verl_server.sampling_params import SamplingParams
 from verl_server.session_types import ForcedMode
 
 _TIME = "a bound of time ends an episode without a reward, and changes no other one"
@@ -115,6 +116,8 @@ async def arun_agents(
         raise BadRequestError('reward="exit" is for programs. Pass a reward function, or reward="environment".')
     if group_size < 1 or retries < 0 or (max_concurrency is not None and max_concurrency < 1):
         raise BadRequestError("group_size and max_concurrency must be at least 1, and retries at least 0.")
+    for given in (sampling_params, forced_sampling_params):
+        SamplingParams.parse({"max_new_tokens": None} | dict(given or {}))
     if resume and out is None:
         raise BadRequestError("resume needs the folder `out` of the run.")
     settings = {

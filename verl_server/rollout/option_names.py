@@ -1,0 +1,12 @@
+"""`as_options`: an error of a class that holds options names the option of the command line."""
+
+from __future__ import annotations
+
+import re
+
+_FIELD = re.compile(r"\b(?:sampling_params|Limits|GRPOConfig)\.(\w+)")
+
+
+def as_options(message: str) -> str:
+    """Return a message with `--max-turns` for `Limits.max_turns`, and `--temperature` for that of sampling params."""
+    return _FIELD.sub(lambda found: "--" + found[1].replace("_", "-"), message)
