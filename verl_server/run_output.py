@@ -65,6 +65,11 @@ class Claim:
         self._is_new = is_new
         self._descriptor = descriptor
 
+    @property
+    def is_stdout(self) -> bool:
+        """True if this process prints to the claimed file."""
+        return is_stdout(self._descriptor)
+
     def replace(self, lines: Sequence[bytes]) -> None:
         """Replace the content of a claimed file at once. The new file is locked, too."""
         new = self.place.with_name(f".{self.place.name}.partial")
@@ -83,6 +88,14 @@ class Claim:
             self.place.unlink()
         os.close(self._descriptor)
         self._descriptor = -1
+
+
+def is_stdout(descriptor: int) -> bool:
+    """True if an open file is the standard output of this process."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.fstat(1))
+    except OSError:  # the process has no standard output
+        return False
 
 
 def check_folder(folder: Path) -> None:
@@ -197,7 +210,7 @@ def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_diffe
     `may_differ`: names, or "outer.*" for all in `outer`. Raises BadRequestError with a list of what else differs, or if
     the file cannot be read.
     """
-    found = read_json(file)
+    found = stored_settings(file)
     names = found.keys() | wanted.keys()
     if _COMMAND not in found:
         lacking = sorted(name for name in names if name not in found or name not in wanted)
@@ -215,6 +228,17 @@ def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_diffe
             "begin another run with another --out."
         )
     return found
+
+
+def stored_settings(file: Path) -> dict[str, Any]:
+    """Return the settings that a run stored. Raises BadRequestError, with the remedy, if the file is damaged."""
+    try:
+        return read_json(file)
+    except BadRequestError as error:
+        raise BadRequestError(
+            f"{str(error).rstrip('.')}. It has the settings of the run: restore it, or begin another run with another "
+            "--out."
+        ) from None
 
 
 def store_settings(file: Path, settings: Mapping[str, Any]) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 
 from tests.rollout.fakes import WordRenderer
 from verl_server.cli import main
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.rollout import cli
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.cli import MAY_DIFFER, RolloutArgs, run_settings
@@ -147,6 +151,147 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"{broken}\n" + file.read_bytes())
     with pytest.raises(BadRequestError, match=r"A line is damaged: .*x\.jsonl:1"):
         opened(file, resume=True)
+
+
+def test_damage_says_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    written(file, ended(0))
+    whole = file.read_bytes()
+    for line in (b"{broken}\n", whole.replace(b'"tokens":[1,2]', b'"tokens":[1]')):
+        file.write_bytes(line + whole)
+        with pytest.raises(BadRequestError, match=r"Remove the line, and --resume plays its episode again") as error:
+            opened(file, resume=True)
+        assert str(error.value).count("Remove the line") == 1
+    file.write_bytes(whole)
+    for content in ("{", "[]"):
+        (tmp_path / "x.jsonl.run.json").write_text(content)
+        with pytest.raises(BadRequestError, match=r"x\.jsonl\.run\.json .*: restore it, or begin another run"):
+            opened(file, resume=True)
+
+
+def failed(seed: int) -> Trajectory:
+    trajectory = Trajectory(task=Task(seed=seed, group=seed))
+    trajectory.append_observation({}, [1])
+    trajectory.finish(StopReason.GENERATION_ERROR, "sampling_params.temperature must be finite")
+    return trajectory
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_failed_altogether_is_replaced(
+    tmp_path: Path, resume: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "x.jsonl"
+    written(file, failed(0), failed(1))
+    before = file.read_bytes()
+    corrected = dataclasses.replace(ARGS, temperature=0.5)
+    output = opened(file, corrected, resume=resume)
+    assert file.read_bytes() == before and not output.finished
+    output.begin("another model")
+    output.add(ended(0))
+    output.close()
+    assert "every episode failed. It is replaced" in caplog.text
+    assert seeds(file) == [0]
+    stored = json.loads((tmp_path / "x.jsonl.run.json").read_text())
+    assert (stored["temperature"], stored["model"]) == (0.5, "another model")
+    with pytest.raises(BadRequestError, match="has the trajectories of another run"):
+        opened(file)
+
+
+def test_what_is_of_use_or_unknown_is_not_replaced(tmp_path: Path) -> None:
+    """One episode has sampled tokens; the settings are of nobody knows whom; a line is damaged."""
+    cut = ended(1, StopReason.ENV_ERROR)
+    assert cut.reward is None and any(cut.loss_mask)
+    written(tmp_path / "a", failed(0), cut)
+    append_jsonl(tmp_path / "b", [failed(0)])
+    written(tmp_path / "c", failed(0))
+    (tmp_path / "c.run.json").write_text('{"command": "another"}')
+    written(tmp_path / "d", failed(0))
+    (tmp_path / "d").write_bytes((tmp_path / "d").read_bytes() + b"{broken}\n")
+    for name in "abcd":
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(BadRequestError, match="has the trajectories of another run"):
+            opened(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
+
+
+def test_an_episode_that_is_there_twice_is_kept_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "x.jsonl"
+    better = ended(1, StopReason.MAX_TURNS)
+    written(file, ended(0), ended(1), ended(2), better, failed(1))
+    output = opened(file, resume=True)
+    assert output.finished == {0, 1, 2} and "1 lines of episodes that have another line" in caplog.text
+    output.begin("the model")
+    kept = output.trajectories()
+    output.close()
+    assert [(t.task.seed, str(t.stop_reason)) for t in kept] == [(0, "done"), (2, "done"), (1, "max_turns")]
+
+
+@pytest.mark.timeout(60)
+def test_a_named_pipe_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr("verl_server.rollout.pipe_output._READER_SECONDS", 0.1)
+    with pytest.raises(BadRequestError, match="Nobody reads the pipe"):
+        opened(pipe)
+    monkeypatch.setattr("verl_server.rollout.pipe_output._READER_SECONDS", 50.0)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        output = opened(pipe)
+        output.begin("m")
+        for seed in range(20):
+            output.add(ended(seed))
+        output.close()
+        assert reader.stdout is not None
+        assert [json.loads(line)["task"]["seed"] for line in reader.stdout] == list(range(20))
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+@pytest.mark.timeout(60)
+def test_a_reader_that_ends_ends_the_run(tmp_path: Path) -> None:
+    """The shell's pipes have a name in /dev/fd, whose target is the name of no file."""
+    source, target = os.pipe()
+    output = opened(Path(f"/dev/fd/{target}"))
+    os.close(target)
+    output.begin("m")
+    output.add(ended(0))
+    with open(source, "rb") as reader:
+        assert json.loads(reader.readline())["task"]["seed"] == 0
+    with pytest.raises(VerlServerError, match=r"The reader of /dev/fd/\d+ has ended before the run"):
+        output.add(ended(1))
+    output.close()
+
+
+@pytest.mark.timeout(60)
+def test_the_standard_output_has_trajectories_only(tmp_path: Path) -> None:
+    """A pipe, or a file to which the shell redirects it."""
+    code = (
+        "import sys; from pathlib import Path; from tests.rollout.test_trajectory_file import *\n"
+        "file = opened(Path('/dev/stdout')); file.begin('m'); file.add(ended(0)); file.add(ended(1))\n"
+        "print('summary', file=cli._report_of(file)); file.close()"
+    )
+    run = [sys.executable, "-c", code]
+    piped = subprocess.run(run, stdout=subprocess.PIPE, check=True)
+    with (tmp_path / "x").open("wb") as file:
+        subprocess.run(run, stdout=file, check=True)
+    for lines in (piped.stdout.splitlines(), (tmp_path / "x").read_bytes().splitlines()):
+        assert [json.loads(line)["task"]["seed"] for line in lines] == [0, 1]
+
+
+def test_a_full_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    output = opened(tmp_path / "x.jsonl")
+    output.begin("m")
+    monkeypatch.setattr("verl_server.rollout.trajectory_file.append_jsonl", full)
+    with pytest.raises(VerlServerError, match=r"No space left on device\. The same command with --resume continues"):
+        output.add(ended(0))
+    output.close()
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "x" * 5000])
+def test_a_place_that_is_no_file_is_refused(name: str) -> None:
+    with pytest.raises(BadRequestError, match=r"is a folder\. Name a file|cannot be written"):
+        opened(Path(name))
 
 
 def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:

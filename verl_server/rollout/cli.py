@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from transformers import AutoTokenizer
 
@@ -147,7 +148,7 @@ def rollout(args: RolloutArgs) -> int:
         try:
             return _rollout(args, file)
         except KeyboardInterrupt:
-            print(f"Interrupted. The same command with --resume continues {args.out}.")
+            print(f"Interrupted. The same command with --resume continues {args.out}.", file=_report_of(file))
             return 130
 
 
@@ -187,14 +188,21 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
     trajectories = file.trajectories() or result.trajectories
     stats, played = summarize(trajectories), summarize(result.trajectories)
     reward = "none" if stats.mean_reward is None else f"{stats.mean_reward:.3f}"
+    report = _report_of(file)
     print(
         f"{stats.trajectories} episodes in {result.seconds:.1f} s, {stats.mean_turns:.1f} turns, "
         f"{played.sampled_tokens / max(result.seconds, 1e-9):.0f} tokens/s, mean reward {reward}, "
-        f"{f'{stats.unsampled} without a sampled token, ' if stats.unsampled else ''}ends {stats.stop_reasons}"
+        f"{f'{stats.unsampled} without a sampled token, ' if stats.unsampled else ''}ends {stats.stop_reasons}",
+        file=report,
     )
     for error in {t.error for t in trajectories if t.error}:
-        print(f"  {error}")
+        print(f"  {error}", file=report)
     return 0 if stats.mean_reward is not None else 1
+
+
+def _report_of(file: TrajectoryFile) -> TextIO:
+    """Where the summary is printed: not among trajectories that go to the standard output."""
+    return sys.stderr if file.is_stdout else sys.stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,10 +9,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from verl_server.errors import BadRequestError
+import msgspec
+
+from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.json_files import numbered_lines
+from verl_server.json_values import jsonable
+from verl_server.rollout.pipe_output import PipeOutput, is_no_regular_file
 from verl_server.rollout.trajectory import Trajectory, append_jsonl, is_unsampled, read_jsonl, read_trajectory
-from verl_server.run_output import Claim, check_settings, claim_file, store_settings
+from verl_server.run_output import Claim, check_settings, claim_file, store_settings, stored_settings
 
 logger = logging.getLogger(__name__)
 
@@ -26,24 +30,29 @@ class TrajectoryFile:
         """Check and lock the file. Nothing of an earlier run is changed before `begin`.
 
         `settings`: what `check_settings` compares in a resumed run, without those of `may_differ`. A file that is no
-        regular one (/dev/null, a pipe) is written as it is, and cannot be resumed.
+        regular one (/dev/null, a pipe) is opened once and written as it is, and cannot be resumed.
         Raises BadRequestError if the file cannot be written, has trajectories and `resume` is False, or is of another
-        run.
+        run. A run in which every episode failed, without a sampled token, is none: `begin` replaces it.
         """
-        self.file = file.resolve() if file.is_symlink() else file
+        self.file = file
         self._settings, self._may_differ = settings, may_differ
-        self._run_file = self.file.with_name(f"{self.file.name}.run.json")
-        self._kept: list[bytes] = []
-        self.finished: set[int] = set()
-        """Seeds of the episodes that a resumed run does not play again."""
+        self._kept: dict[int, bytes] = {}
+        self._replaces = False
         self._claim: Claim | None = None
-        if self.file.exists() and not self.file.is_file() and not self.file.is_dir():
+        self._pipe: PipeOutput | None = None
+        if is_no_regular_file(file):
             if resume:
                 raise BadRequestError(f"{file} is no regular file, so there is nothing to resume.")
+            self._pipe = PipeOutput(file)
             return
+        if file.is_dir():
+            raise BadRequestError(f"{file} is a folder. Name a file.")
+        self.file = file.resolve() if file.is_symlink() else file
+        self._run_file = self.file.with_name(f"{self.file.name}.run.json")
         self._claim = claim_file(self.file)
         try:
-            if self.is_empty:
+            self._replaces = not self.is_empty and self._has_failures_only()
+            if self.is_empty or self._replaces:
                 if resume:
                     logger.warning("%s has no trajectories: there is nothing to resume, and the run begins.", file)
             elif not resume:
@@ -63,20 +72,42 @@ class TrajectoryFile:
         """True if no trajectory was written."""
         return self.file.stat().st_size == 0
 
+    @property
+    def is_stdout(self) -> bool:
+        """True if the trajectories go where this process prints."""
+        output = self._claim if self._pipe is None else self._pipe
+        return output is not None and output.is_stdout
+
+    @property
+    def finished(self) -> set[int]:
+        """Seeds of the episodes that a resumed run does not play again."""
+        return set(self._kept)
+
     def begin(self, model: str) -> None:
         """Begin to write. `model` is the server's. Raises BadRequestError if the resumed run had another one."""
         if self._claim is None:
             return
         settings = self._settings | {"model": model}
+        if self._replaces:
+            logger.warning("In the earlier run in %s, every episode failed. It is replaced.", self.file)
+            self._claim.replace([])
         if self.is_empty:
             store_settings(self._run_file, settings)
         else:
             self._check(settings, self._may_differ)
-            self._claim.replace(self._kept)
+            self._claim.replace(list(self._kept.values()))
 
     def add(self, trajectory: Trajectory) -> None:
-        """Append a trajectory that has ended."""
-        append_jsonl(self.file, [trajectory])
+        """Append a trajectory that has ended. Raises VerlServerError if the file cannot be written any more."""
+        if self._pipe is not None:
+            self._pipe.write(msgspec.json.encode(trajectory, enc_hook=jsonable) + b"\n")
+            return
+        try:
+            append_jsonl(self.file, [trajectory])
+        except OSError as error:
+            raise VerlServerError(
+                f"{self.file} cannot be written: {error.strerror or error}. The same command with --resume continues."
+            ) from None
 
     def trajectories(self) -> list[Trajectory]:
         """All trajectories of the file, with those before the resumption. [] if it is no regular file."""
@@ -86,6 +117,19 @@ class TrajectoryFile:
         """Release the file."""
         if self._claim is not None:
             self._claim.release()
+        if self._pipe is not None:
+            self._pipe.close()
+
+    def _has_failures_only(self) -> bool:
+        """True if the file is of this command, and no episode in it has a sampled token or a reward."""
+        try:
+            if not self._run_file.exists() or stored_settings(self._run_file).get("command") != "rollout":
+                return False
+            lines = ((where, line) for where, line in numbered_lines(self.file) if line.endswith(b"\n"))
+            found = (read_trajectory(line, where) for where, line in lines)
+            return all(trajectory.reward is None and not any(trajectory.loss_mask) for trajectory in found)
+        except BadRequestError:  # damaged: what it had is not known
+            return False
 
     def _check(self, settings: dict[str, Any], may_differ: dict[str, str]) -> None:
         if not self._run_file.exists():
@@ -98,16 +142,28 @@ class TrajectoryFile:
     def _read(self) -> None:
         """Note which episodes are there.
 
-        A last line that was cut off, and episodes that the policy did not end or had no part in, are dropped.
+        A last line that was cut off, and episodes that the policy did not end or had no part in, are dropped. Of an
+        episode with several lines, the last one is kept.
         """
+        repeated = 0
         for where, line in numbered_lines(self.file):
             if not line.endswith(b"\n"):
-                return
+                break
             try:
                 trajectory = read_trajectory(line, where)
             except BadRequestError as error:
-                raise BadRequestError(f"A line is damaged: {error}") from None
+                fault = str(error).removesuffix(" Remove the line.").rstrip(".")
+                raise BadRequestError(
+                    f"A line is damaged: {fault}. Remove the line, and --resume plays its episode again; or begin "
+                    "another run with another --out."
+                ) from None
             reason = trajectory.stop_reason
             if reason is not None and reason.is_scored and not is_unsampled([trajectory]):
-                self._kept.append(line)
-                self.finished.add(trajectory.task.seed)
+                repeated += trajectory.task.seed in self._kept
+                self._kept.pop(trajectory.task.seed, None)
+                self._kept[trajectory.task.seed] = line
+        if repeated:
+            logger.warning(
+                "%s has %d lines of episodes that have another line further down. The last line of each is kept.",
+                *(self.file, repeated),
+            )

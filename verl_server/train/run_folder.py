@@ -25,9 +25,9 @@ import msgspec
 
 from verl_server.durable import discard, flush, make_folder, replace_file
 from verl_server.errors import BadRequestError
-from verl_server.json_files import decode_json, numbered_lines, read_json
+from verl_server.json_files import decode_json, numbered_lines
 from verl_server.rollout.trajectory import Trajectory, append_jsonl
-from verl_server.run_output import Claim, check_settings, claim_folder, recorded, store_settings
+from verl_server.run_output import Claim, check_settings, claim_folder, recorded, store_settings, stored_settings
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
 from verl_server.train.metrics import Failure, StepMetrics
 from verl_server.train.run_settings import MAY_DIFFER
@@ -94,7 +94,7 @@ class RunFolder:
         """True if an earlier run ended before its first step: it saved the initial weights, and trained nothing."""
         if "checkpoint-0" not in found or not set(found) <= {"checkpoint-0", "model"} or not self._run_file.exists():
             return False
-        return bool(read_json(self._run_file).get("command") == "train.grpo")
+        return bool(stored_settings(self._run_file).get("command") == "train.grpo")
 
     def resume(self) -> Path:
         """The checkpoint to continue from. Raises BadRequestError if there is none, or if a file is damaged, or if the

@@ -114,6 +114,52 @@ def test_a_run_that_recorded_nothing_is_no_run(tmp_path: Path) -> None:
         run(player, 1, out=tmp_path, **_OPTIONS)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_failed_altogether_is_replaced(
+    tmp_path: Path, resume: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong agent function sampled nothing. The corrected command, with other settings, takes the same folder."""
+
+    async def wrong(session: AgentSession, task: AgentTask) -> None:
+        raise TypeError("a bug")
+
+    run(wrong, 2, out=tmp_path, **_OPTIONS, retries=1)
+    assert len(read_lines(tmp_path / "episodes.jsonl")) == 8
+    (tmp_path / "agents/0-0-0.log").write_text("x")
+    run(player, 2, out=tmp_path, resume=resume, seed=4, **_OPTIONS)
+    assert "every episode failed. It is replaced" in caplog.text
+    assert len(read_lines(tmp_path / "episodes.jsonl")) == len(read_jsonl(tmp_path / "trajectories.jsonl")) == 4
+    assert not any((tmp_path / "agents").iterdir())
+    with pytest.raises(BadRequestError, match=r"has a run already\. .*name another folder\.$"):
+        run(player, 2, out=tmp_path, **_OPTIONS)
+
+
+def test_a_wrong_reward_is_corrected_by_a_resumption(tmp_path: Path) -> None:
+    """Tokens were sampled, so the run is not replaced; the message says how it goes on."""
+    rewards = [float("nan")]
+
+    def reward(episode: AgentEpisode) -> float:
+        return rewards[-1]
+
+    options: dict[str, Any] = {"out": tmp_path, "reward": reward, "environment": lambda task: Echo()}
+    run(player, 2, **options)
+    with pytest.raises(BadRequestError, match=r"The reward of 2 episodes failed: correct .* --resume plays them again"):
+        run(player, 2, **options)
+    rewards.append(0.5)
+    assert [e.reward for e in run(player, 2, resume=True, **options).episodes] == [0.5, 0.5]
+
+
+def test_an_episode_that_is_there_twice_is_kept_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(player, 2, out=tmp_path, **_OPTIONS)
+    episodes = tmp_path / "episodes.jsonl"
+    lines = episodes.read_bytes().splitlines(keepends=True)
+    episodes.write_bytes(b"".join([*lines, lines[0]]))
+    assert run(player, 2, out=tmp_path, resume=True, **_OPTIONS).episodes == []
+    assert "1 final lines of episodes that have another one" in caplog.text
+    assert len(read_lines(episodes)) == 4
+    assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 4
+
+
 def test_the_place_is_checked_before_a_server_is_asked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     options: dict[str, Any] = {"servers": [Server("http://127.0.0.1:9", "key")], **_OPTIONS}
@@ -214,7 +260,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
-        ("run.json", b"", r"run\.json is not valid JSON"),
+        ("run.json", b"", r"run\.json is not valid JSON.*: restore it, or begin another run"),
         ("run.json", b'{"run": "run-0', r"run\.json is not valid JSON"),
         ("run.json", None, r"episodes\.jsonl.*, but no run\.json"),
         ("episodes.jsonl", None, r"episodes\.jsonl of this run is missing"),

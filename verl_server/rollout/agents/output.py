@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ import msgspec
 
 from verl_server.durable import make_folder, replace_file, write_file
 from verl_server.errors import BadRequestError
-from verl_server.json_files import decode_json, numbered_lines, read_json
+from verl_server.json_files import decode_json, numbered_lines
 from verl_server.json_values import jsonable
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
-from verl_server.run_output import check_settings, claim_folder, plain, recorded, store_settings
+from verl_server.run_output import check_settings, claim_folder, plain, recorded, store_settings, stored_settings
 from verl_server.session_types import Branch
 
 logger = logging.getLogger(__name__)
@@ -66,12 +67,22 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
         return (self.reward is not None or self.reason.is_scored) and not sampled
 
     @property
+    def is_failure(self) -> bool:
+        """True if the attempt has nothing of use: no reward, and no sampled token."""
+        return self.reward is None and not (self.tokens if self.sampled is None else self.sampled)
+
+    @property
+    def has_lost_reward(self) -> bool:
+        """True if the policy ended the episode, and the reward function failed."""
+        return self.reward is None and self.reason.is_scored and not self.is_unsampled
+
+    @property
     def is_complete(self) -> bool:
         """True if a resumed run does not play the task again.
 
         No other attempt follows, the reward did not fail, and the policy had a part in the episode.
         """
-        return self.final and not self.is_unsampled and not (self.reward is None and self.reason.is_scored)
+        return self.final and not self.is_unsampled and not self.has_lost_reward
 
 
 class RunFolder:
@@ -89,7 +100,8 @@ class RunFolder:
 
         `settings`, without keys, are compared in a resumed run, except those of `may_differ`.
         Raises BadRequestError if the folder cannot be written, has a run already and `resume` is False, or has another
-        run. A folder in which nothing was recorded has no run.
+        run. A folder in which nothing was recorded has no run, nor has one in which every attempt failed without a
+        sampled token: `begin` replaces it.
         """
         self.folder = folder
         self.logs = folder / "agents"
@@ -99,12 +111,14 @@ class RunFolder:
         self._settings = plain(settings | {"tasks": len(tasks), "tasks_digest": tasks_digest(tasks)})
         self._may_differ = may_differ
         self._left: _Left | None = None
+        self._replaces = False
         self.id = settings_id()
         """Name of the run: the first part of its sessions' groups."""
         self._claim = claim_folder(folder)
         try:
             found = recorded(folder, also=() if self._run_file.exists() else ("summary.json", "report.html"))
-            if not found:
+            self._replaces = bool(found) and self._has_failures_only(found)
+            if not found or self._replaces:
                 if resume:
                     logger.warning("%s has no episodes: there is nothing to resume, and the run begins.", folder)
                 return
@@ -116,8 +130,9 @@ class RunFolder:
             if not resume:
                 raise BadRequestError(
                     f"{folder} has a run already. Continue it (resume=True, --resume), or name another folder."
+                    + self._lost_rewards()
                 )
-            self.id = str(read_json(self._run_file).get("run"))
+            self.id = str(stored_settings(self._run_file).get("run"))
             later = {"models": "they are known when the servers have answered"}
             check_settings(folder, self._run_file, {"run": self.id} | self._settings, {**may_differ, **later})
             self._left = self._read()
@@ -137,10 +152,13 @@ class RunFolder:
         `models`: those of the servers, as far as they are known. Raises BadRequestError if a resumed run had others.
         """
         if self._left is not None:
-            stored = read_json(self._run_file).get("models")
+            stored = stored_settings(self._run_file).get("models")
             known = list(models) if stored and models else stored
             wanted = {"run": self.id} | self._settings | {"models": known}
             check_settings(self.folder, self._run_file, wanted, self._may_differ)
+        if self._replaces:
+            logger.warning("In the earlier run in %s, every episode failed. It is replaced.", self.folder)
+            shutil.rmtree(self.logs, ignore_errors=True)
         make_folder(self.logs)
         if self._left is None:
             for file in (self._trajectories, self._episodes):  # from now on, a file that is not there was lost
@@ -178,13 +196,38 @@ class RunFolder:
         _write(self.folder / "summary.json", summary)
         return summary
 
+    def _has_failures_only(self, found: Sequence[str]) -> bool:
+        """True if the files are of an agent run, and no attempt in it has a sampled token or a reward."""
+        if any(not name.startswith(("episodes.jsonl", "trajectories.jsonl", "agents/")) for name in found):
+            return False
+        try:
+            if not self._run_file.exists() or stored_settings(self._run_file).get("command") != "run_agents":
+                return False
+            lines = self.lines()
+            trajectories = _whole_lines(self._trajectories, Trajectory)
+            return bool(lines) and all(e.is_failure for e in lines) and not any(any(t.loss_mask) for t in trajectories)
+        except BadRequestError:  # damaged: what it had is not known
+            return False
+
+    def _lost_rewards(self) -> str:
+        """A sentence about episodes whose reward failed, "" if there are none."""
+        try:
+            lost = sum(entry.has_lost_reward for entry in self.lines())
+        except BadRequestError:
+            return ""
+        if not lost:
+            return ""
+        return f" The reward of {lost} episodes failed: correct its function, and --resume plays them again."
+
     def _read(self) -> _Left:
         """What an earlier part of the run left. An episode whose trajectories were lost is played again."""
         for file in (self._episodes, self._trajectories):
             if not file.exists():
                 raise BadRequestError(f"{file} of this run is missing. Restore it, or name another folder.")
         written = _whole_lines(self._episodes, EpisodeLine)
-        lines = [msgspec.structs.replace(entry, final=entry.is_complete) for entry in written]
+        lines = _without_repeated(
+            [msgspec.structs.replace(entry, final=entry.is_complete) for entry in written], self._episodes
+        )
         wanted = {(e.task, e.member, e.attempt): e.branches for e in lines if e.final}
         found = Counter((t.task.group, t.member, t.attempt) for t in _whole_lines(self._trajectories, Trajectory))
         lost = {key for key, branches in wanted.items() if found[key] != branches}
@@ -316,6 +359,18 @@ def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:
             yield decode_json(text, kind, f"{where} is damaged")
         except BadRequestError as error:
             raise BadRequestError(f"{error}. Remove the line, or the run.") from None
+
+
+def _without_repeated(lines: Sequence[EpisodeLine], file: Path) -> list[EpisodeLine]:
+    """The lines, of which an episode has one final one: the last."""
+    last = {(entry.task, entry.member): number for number, entry in enumerate(lines) if entry.final}
+    kept = [e for number, e in enumerate(lines) if not e.final or last[e.task, e.member] == number]
+    if len(kept) < len(lines):
+        logger.warning(
+            "%s has %d final lines of episodes that have another one further down. The last one of each is kept.",
+            *(file, len(lines) - len(kept)),
+        )
+    return kept
 
 
 def _rewrite(path: Path, records: Iterable[Any]) -> None:

@@ -1,0 +1,90 @@
+"""`PipeOutput`: an output that is no regular file (a pipe, a terminal, /dev/null), which is opened once.
+
+`TrajectoryFile` uses it. A pipe that is opened for each line ends for its reader after the first one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.run_output import is_stdout
+
+logger = logging.getLogger(__name__)
+
+_READER_SECONDS = 60.0
+"""Time for a reader to open a named pipe."""
+_PAUSE = 0.05
+
+
+class PipeOutput:
+    """One open output. `close` it at the end."""
+
+    def __init__(self, file: Path) -> None:
+        """Open it. Raises BadRequestError if it cannot be written, or if nobody reads a named pipe within a minute."""
+        self.file = file
+        self._descriptor = _opened(file)
+
+    @property
+    def is_stdout(self) -> bool:
+        """True if this process prints to the same place."""
+        return is_stdout(self._descriptor)
+
+    def write(self, data: bytes) -> None:
+        """Write all of it. Raises VerlServerError if the reader is gone."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except BrokenPipeError:
+            raise VerlServerError(
+                f"The reader of {self.file} has ended before the run. Let it read until its input ends, or name a file."
+            ) from None
+        except OSError as error:
+            raise VerlServerError(f"{self.file} cannot be written: {error.strerror or error}.") from None
+
+    def close(self) -> None:
+        """Close it: its reader sees the end."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def is_no_regular_file(file: Path) -> bool:
+    """True if there is something that is neither a regular file nor a folder. Links are followed.
+
+    Raises BadRequestError if the place cannot be looked at: a name that is too long, a link to itself, no permission.
+    """
+    try:
+        mode = file.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise BadRequestError(f"The file {file} cannot be written: {error}.") from None
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def _opened(file: Path) -> int:
+    """A descriptor for writing. A named pipe without a reader is tried again, because opening it would wait forever."""
+    end = time.monotonic() + _READER_SECONDS
+    is_announced = False
+    while True:
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.ENXIO or not file.is_fifo():
+                raise BadRequestError(f"{file} cannot be written: {error.strerror or error}.") from None
+        else:
+            os.set_blocking(descriptor, True)
+            return descriptor
+        if time.monotonic() > end:
+            raise BadRequestError(f"Nobody reads the pipe {file}. Start its reader before this command.")
+        if not is_announced:
+            logger.warning("Waiting up to %.0f s for a reader of the pipe %s.", _READER_SECONDS, file)
+            is_announced = True
+        time.sleep(_PAUSE)
