@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from verl_server.errors import BadRequestError
+from verl_server.rollout.agents.cli import main as agents_main
+from verl_server.rollout.cli import main as rollout_main
 from verl_server.run_output import (
     RECORDS,
     check_settings,
@@ -23,6 +26,8 @@ from verl_server.run_output import (
 )
 from verl_server.server.output_folders import check_output_folders
 from verl_server.server_args import ServerArgs
+from verl_server.train.demo import main as demo_main
+from verl_server.train.grpo import main as train_main
 
 
 def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -182,3 +187,38 @@ def test_the_folders_of_a_server_are_tried_before_it_loads(tmp_path: Path, name:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadRequestError, match=rf"ServerArgs\.{name}: .*file cannot be a folder"):
         check_output_folders(ServerArgs(model_path="m", **{name: str(tmp_path / "file")}))
+
+
+_TRAIN = ["--model-path", "x", "--env-url", "y"]
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (rollout_main, ["--server", "http://127.0.0.1:9", "--environment", "http://127.0.0.1:9"]),
+        (agents_main, ["--agent", "a:b", "--tasks", "t.jsonl"]),
+        (train_main, _TRAIN),
+        (demo_main, []),
+    ],
+)
+def test_an_empty_place_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: Callable[[list[str]], int],
+    options: list[str],
+    empty: str,
+) -> None:
+    """It would be the current folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        command([*options, "--out", empty])
+    assert end.value.code == 2 and "the path is empty: name a place" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["session_store", "profile_folder"])
+def test_an_empty_folder_of_a_server_is_refused(name: str) -> None:
+    with pytest.raises(BadRequestError, match=rf"ServerArgs\.{name} is empty: name a folder"):
+        check_output_folders(ServerArgs(model_path="m", **{name: ""}))

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.model_folder import load_pretrained
+from verl_server.path_options import OutputPath
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts, environment_schema
 from verl_server.rollout.environment_check import check_environment
@@ -48,7 +49,7 @@ class RolloutArgs:
     """Episode i has the seed first_seed + i."""
     max_concurrency: int | None = None
     """Most episodes at one time. None is no bound."""
-    out: Path = Path("trajectories.jsonl")
+    out: OutputPath = Path("trajectories.jsonl")
     """File of this run: each trajectory is one line, written when it ends. Missing folders are created. The settings
     are in FILE.run.json beside it. A file that has the trajectories of another run is refused."""
     resume: bool = False

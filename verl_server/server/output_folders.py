@@ -17,6 +17,8 @@ def check_output_folders(server_args: ServerArgs) -> None:
     for name in ("session_store", "profile_folder"):
         folder = getattr(server_args, name)
         if folder is not None:
+            if not folder.strip():
+                raise BadRequestError(f"ServerArgs.{name} is empty: name a folder, or leave the setting out.")
             try:
                 check_folder(Path(folder))
             except BadRequestError as error:

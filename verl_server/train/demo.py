@@ -30,6 +30,7 @@ from verl_server.errors import BadRequestError
 from verl_server.json_files import read_json
 from verl_server.logprob_gap import GapAlarm
 from verl_server.models.tiny import make_model_folder
+from verl_server.path_options import OutputPath
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvTimeouts
@@ -70,7 +71,7 @@ _HELD_OUT = 2**30
 class DemoArgs:
     """Train a tiny policy from random weights on a game in which it must use the environment's answers."""
 
-    out: Path = Path("runs/demo")
+    out: OutputPath = Path("runs/demo")
     """Folder for the results. Missing folders above it are created. Results of an earlier demo in it are replaced when
     the servers of this one are up. A folder with anything else that the demo would replace is refused."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"

@@ -15,6 +15,7 @@ import tyro
 
 from verl_server.engine.rank_group import RANK_TIMEOUT
 from verl_server.errors import BadRequestError
+from verl_server.path_options import OutputPath
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
@@ -106,7 +107,7 @@ class TrainArgs:
     values win, and the turn records what was asked for (`override`); or the request is answered with 400 (`refuse`)."""
     steps: int = 100
     """Steps of the whole run, including the steps before a --resume."""
-    out: Path = Path("runs/grpo")
+    out: OutputPath = Path("runs/grpo")
     """Folder for metrics.jsonl, trajectories.jsonl, errors.jsonl, the checkpoint, the trained model and run.json with
     the settings. Missing folders above it are created. A folder that has another run is refused."""
     resume: bool = False

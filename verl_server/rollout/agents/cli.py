@@ -17,6 +17,7 @@ from rich.console import Console
 
 from verl_server.errors import BadRequestError
 from verl_server.json_files import convert, numbered_lines, parse_json
+from verl_server.path_options import OutputPath
 from verl_server.rollout.agents.episode import Progress
 from verl_server.rollout.agents.output import read_lines, summarize_lines
 from verl_server.rollout.agents.program import take_from_environment
@@ -53,7 +54,7 @@ class AgentRolloutArgs:
     tasks: str
     """FILE.jsonl with one task a line (`seed`, `input`, `environment`; or any other JSON value, the task's `input`),
     reasoning-gym:NAME or textarena:NAME."""
-    out: Path
+    out: OutputPath
     """Folder of the run. Missing folders above it are created. A folder that has another run is refused."""
     groups: int | None = None
     """Number of tasks, from the first. Default: all lines of the file, or 16."""
