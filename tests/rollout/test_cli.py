@@ -33,7 +33,14 @@ def test_rollout_against_running_servers(
     ):
         assert server.url is not None
         out = tmp_path / "trajectories.jsonl"
-        where = ["--server", server.url, "--environment", environment.url, "--out", str(out)]
+        named = ["--environment", environment.url, "--out", str(out)]
+        assert main(["rollout", "--server", f"{server.url}/v1", *named]) == 1
+        assert f"Leave its path out: {server.url}." in capsys.readouterr().err
+        assert main(["rollout", "--server", f"{server.url}/generate", *named]) == 1
+        assert f"Leave the path out of the URL: {server.url}." in capsys.readouterr().err
+        assert main(["rollout", "--server", server.url, *named, "--observation-key", "nope"]) == 1
+        assert "Name one of them with observation_key (--observation-key)" in capsys.readouterr().err
+        where = ["--server", server.url.removeprefix("http://"), *named]
         assert main(["rollout", *where, "--episodes", "6", "--max-new-tokens", "8"]) == 0
         assert server.get_server_info()  # the rollout must not end a server that it did not start
     assert "6 episodes" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from verl_server.engine.base import EngineBase, Result
 from verl_server.engine.http_answers import control_reply, raise_for
 from verl_server.engine.http_transport import CLOSE_SESSION, INFO_TIMEOUT, HttpTransport
 from verl_server.engine.options import PushOptions
+from verl_server.engine.server_address import server_address
 from verl_server.engine.server_instance import ServerInstance
 from verl_server.engine.weights import push_request
 from verl_server.errors import (
@@ -117,9 +118,10 @@ class HttpServerEngineAdapter(EngineBase):
         A genuine SGLang or vLLM server is recognized. Generation, pauses and weights then use its own wire, and what
         this wire cannot express raises BadRequestError: docs/engines.md has the list.
         """
+        url = server_address(url)
         adapter = cls.__new__(cls)
         adapter._finalizer = weakref.finalize(adapter, _terminate, None)
-        adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
+        adapter._connect(url, api_key, admin_api_key, None)
         adapter._attached = identify(adapter._transport, url)
         if adapter._attached is not None:
             adapter._generation = adapter._attached.generation

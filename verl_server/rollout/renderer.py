@@ -229,6 +229,7 @@ def observation_text(observation: Observation, key: str) -> str:
     value = observation.get(key)
     if not isinstance(value, str):
         raise BadRequestError(
-            f"The observation has no text under {key!r}; its keys: {list(observation)}. Set observation_key."
+            f"The observation has no text under {key!r}; its keys: {list(observation)}. Name one of them "
+            "with observation_key (--observation-key)."
         )
     return value

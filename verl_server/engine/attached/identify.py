@@ -12,6 +12,7 @@ from verl_server.engine.attached.vllm_server import VllmServer
 from verl_server.engine.http_answers import raise_for
 from verl_server.engine.http_connection import Answer
 from verl_server.engine.http_transport import HttpTransport
+from verl_server.engine.server_address import path_remedy
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import INSTANCE_HEADER
 
@@ -23,6 +24,8 @@ def identify(transport: HttpTransport, url: str) -> AttachedServer | None:
     """
     answer = transport.probe("/server_info")
     if answer.headers.get(INSTANCE_HEADER) is not None:
+        if answer.status_code == 404:
+            raise BadRequestError(f"{url} answered 404 to GET /server_info.{path_remedy(url)}")
         return None
     if answer.status_code in (401, 403) or answer.status_code >= 500:
         raise_for(answer)
@@ -36,7 +39,7 @@ def identify(transport: HttpTransport, url: str) -> AttachedServer | None:
         return VllmServer(transport, url, str(version))
     raise BadRequestError(
         f"The server at {url} is neither verl-server nor SGLang nor vLLM: /server_info answered {answer.status_code}, "
-        "and /version has no version. Is the URL the server's own, not that of a router?"
+        f"and /version has no version. Is the URL the server's own, not that of a router?{path_remedy(url)}"
     )
 
 

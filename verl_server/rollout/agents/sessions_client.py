@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from verl_server.engine.http_clients import aiohttp_transport
+from verl_server.engine.server_address import server_address
 from verl_server.errors import (
     BadRequestError,
     ServerDiedError,
@@ -53,7 +54,7 @@ class SessionsClient:
 
     def __init__(self, url: str, api_key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`api_key` is the server's API key or admin key. `transport` replaces the network in tests."""
-        self.url = url.rstrip("/")
+        self.url = server_address(url)
         self.run: str | None = None
         """Id of the server's run that answered last. A server that is started again has another one."""
         self._client = httpx.AsyncClient(

@@ -1,0 +1,34 @@
+"""`server_address`: the base URL of a rollout server, from what a user wrote. Its clients call it."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from verl_server.errors import BadRequestError
+
+
+def server_address(url: str) -> str:
+    """Return `http://HOST:PORT` without a slash at its end. HOST:PORT alone is http; a proxy's path is kept.
+
+    Raises BadRequestError for what is no such URL, and for the base URL of OpenAI's clients, which ends with `/v1`.
+    """
+    address = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        parts = urlsplit(address)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets or a port that are none
+        is_address = False
+    if not is_address or parts.query or parts.fragment or any(letter.isspace() for letter in address):
+        raise BadRequestError(f"{url!r} is not the URL of a rollout server; write it as http://HOST:PORT.")
+    if parts.path.endswith("/v1"):
+        raise BadRequestError(
+            f"{url} is a base URL for OpenAI's clients. Leave its path out: {address.removesuffix('/v1')}."
+        )
+    return address
+
+
+def path_remedy(address: str) -> str:
+    """Return a sentence for a server that does not know its own routes: the path of its URL may be wrong. "" without
+    a path."""
+    parts = urlsplit(address)
+    return f" Leave the path out of the URL: {parts.scheme}://{parts.netloc}." if parts.path else ""
