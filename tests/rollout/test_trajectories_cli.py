@@ -99,3 +99,10 @@ def test_the_tokenizer_that_a_run_names_may_be_gone_or_damaged(
         assert main(["trajectories", "show", str(tmp_path), "--episode", "0-0"]) == 1
         error = capsys.readouterr().err
         assert str(tmp_path / "run.json") in error and error.count("\n") == 1, error
+
+
+def test_the_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["trajectories", "--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and all(f" {name} " in said for name in ("ls", "show", "stats", "repair"))

@@ -33,7 +33,8 @@ from verl_server.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class RolloutArgs:
-    """Play episodes of an environment with a policy, each at its own pace.
+    """Play episodes of an environment with a policy, each at its own pace. With --agent AGENT, any function or program
+    plays them, with other options: `verl-server rollout --agent AGENT --help`.
 
     Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 2 for wrong options, 130
     after Ctrl-C (--resume continues).

@@ -1,5 +1,8 @@
 """`verl-server trajectories ls | show | stats`: what an agent run, or another rollout, recorded.
 
+`trajectories repair` is a command of the server (`server.sessions.journal_repair`), and `cli` calls it. It is here for
+`--help` only.
+
 verl-server trajectories show runs/x --episode 3-0 --color logprob --tokenizer MODEL
 """
 
@@ -54,6 +57,11 @@ class Stats:
 
     path: Positional[Path]
     """Folder of a run, or a trajectories.jsonl."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Repair the session store of a server that was ended. `repair --help` has its options."""
 
 
 class _Summary(msgspec.Struct):
@@ -179,11 +187,16 @@ def _token_text(args: Show) -> TokenText | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     command = tyro.cli(
-        Annotated[Ls, subcommand("ls")] | Annotated[Show, subcommand("show")] | Annotated[Stats, subcommand("stats")],  # type: ignore[arg-type]
+        Annotated[Ls, subcommand("ls")]
+        | Annotated[Show, subcommand("show")]
+        | Annotated[Stats, subcommand("stats")]
+        | Annotated[Repair, subcommand("repair")],  # type: ignore[arg-type]
         args=argv,
         prog="verl-server trajectories",
     )
     console = Console()
+    if isinstance(command, Repair):
+        raise BadRequestError("repair is the first word after trajectories: verl-server trajectories repair FOLDER.")
     if isinstance(command, Ls):
         return ls(command, console)
     return show(command, console) if isinstance(command, Show) else stats(command, console)
