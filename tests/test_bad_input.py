@@ -119,7 +119,7 @@ _BODIES: list[tuple[str, Any, int, str]] = [
     ("/generate", {"input_ids": []}, 400, "input_ids cannot be empty"),
     ("/generate", {"input_ids": [[]]}, 400, "input_ids cannot be empty"),
     ("/generate", {"input_ids": [True, False]}, 400, "bool"),
-    ("/generate", {"input_ids": [1.0]}, 400, "float"),
+    ("/generate", {"input_ids": [1.5]}, 400, "float"),
     ("/generate", {"input_ids": [-1]}, 400, "token id -1, outside the vocabulary of 320"),
     ("/generate", {"input_ids": [320]}, 400, "token id 320, outside the vocabulary of 320"),
     ("/generate", {"input_ids": [5] * 512}, 400, "prompt is too long: 512 tokens > 511 maximum"),

@@ -8,6 +8,7 @@ from benchmarks import candidates
 from tests.benchmark.lines import figures
 
 
+@pytest.mark.exhaustive
 def test_candidates(capsys: pytest.CaptureFixture[str]) -> None:
     candidates.main(["--counts", "0", "3", "--requests", "2", "--steps", "2", "--prompts", "2", "--prompt-len", "9"])
     found = figures(capsys)

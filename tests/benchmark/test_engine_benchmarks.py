@@ -39,6 +39,7 @@ def test_a_run_that_generates_less_does_not_pass() -> None:
         offline.run_once(engine, offline.uniform_workload(1, 1, 2), logprobs=False)
 
 
+@pytest.mark.exhaustive
 def test_rl_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     rl_shapes.main([*SMALL, "--requests", "2", "--runs", "1"])
     found = figures(capsys)

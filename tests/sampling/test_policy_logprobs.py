@@ -37,7 +37,10 @@ EDITS: list[dict[str, Any]] = [
         "cpp",
         pytest.param(
             "triton",
-            marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+            marks=[
+                pytest.mark.exhaustive,  # interpreted kernels are slow
+                pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+            ],
         ),
     ]
 )

@@ -66,7 +66,7 @@ def test_samples_and_truncation(stack: Stack) -> None:
         (columns.ids([1, 2]), {"prompt_lengths": [3, -1]}, None, "prompt_lengths[0] must be in 1..2"),
         (columns.ids([1, 2]), {"prompt_lengths": [1]}, None, "The sum of prompt_lengths is 1, but"),
         (columns.ids([1, 2]), {"prompt_lengths": [2, 1]}, None, "announces 2 token ids (8 bytes)"),
-        (columns.ids([1, 2]), {"prompt_lengths": [1, "1"]}, None, "`int`, got `str` - at `prompt_lengths[1]`"),
+        (columns.ids([1, 2]), {"prompt_lengths": [1, "x"]}, None, "`int`, got `str` - at `prompt_lengths[1]`"),
         (columns.ids([1, 2]), {"prompt_lengths": [True, 1]}, None, "got `bool` - at `prompt_lengths[0]`"),
         (columns.ids([1, 2]), {"prompt_lengths": 2}, None, "prompt_lengths"),
         (columns.ids([1, 2]), {"prompt_lengths": [2**64 - 1, 1]}, None, "prompt_lengths"),

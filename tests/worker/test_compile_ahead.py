@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.depth import at_depth
 from tests.worker.compiled_kernels import GPU
 from verl_server.errors import BadRequestError
 from verl_server.kernels import compilation, gpu
@@ -57,7 +58,7 @@ SELDOM = {"_mask_tile", "copy_tiles", "_weigh_blocks", "_norm_rows", "_draw_row"
 """Kernels with forms for masks, updates of weights, and settings of sampling that the steps below do not combine."""
 
 
-@pytest.mark.parametrize("model", ["wide_qwen3", "tiny_qwen2"])
+@pytest.mark.parametrize("model", at_depth(["tiny_qwen2", "wide_qwen3"]))
 def test_steps_launch_no_kernel_that_is_not_compiled_ahead(
     model: str, request: pytest.FixtureRequest, cache: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_steps_launch_no_kernel_that_is_not_compiled_ahead(
     assert not rest, "kernels that no step launches"
 
 
+@pytest.mark.exhaustive
 def test_kernels_are_compiled_into_the_cache_once(tiny_qwen3: Path, cache: Path) -> None:
     result = kernels("fill", tiny_qwen3)
     assert result["runs"] == [[["_mask_tile", "_norm_row", "_silu_mul_block"], 0, {}], [[], 3, {}]]

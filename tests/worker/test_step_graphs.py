@@ -178,7 +178,7 @@ class Counted(OnceOnly):
             {"overlaps": True},
             {},
         ],
-        quick=2,
+        quick=1,
     ),
     ids=lambda settings: "-".join(settings) or "defaults",
 )

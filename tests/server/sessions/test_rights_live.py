@@ -49,8 +49,11 @@ def _turns(server: LiveServer) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("api_key", "admin_key"),
-    [(API_KEY, None), (None, ADMIN_KEY), (API_KEY, ADMIN_KEY)],
-    ids=["api key", "admin key", "both keys"],
+    [
+        pytest.param(API_KEY, ADMIN_KEY, id="both keys"),
+        pytest.param(API_KEY, None, id="api key", marks=pytest.mark.exhaustive),
+        pytest.param(None, ADMIN_KEY, id="admin key", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_agent_reaches_generation_in_its_own_session_only(
     folder: Path, tmp_path: Path, api_key: str | None, admin_key: str | None
