@@ -1,7 +1,7 @@
 """`near_name`: the known name that an unknown one misspells by one letter, by another way of writing, or by a synonym.
 
 Called for fields of request bodies and for query parameters. A wrong guess refuses a valid request, so the rule is
-narrow: short names need more than one changed letter in common.
+narrow: in short names, fewer kinds of slips count.
 """
 
 from __future__ import annotations

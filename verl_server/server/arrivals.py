@@ -31,8 +31,8 @@ class Arrivals:
         self._open: set[int] = set()
         self._all_until = 0
         """Requests up to this number were aborted together."""
-        self._until: dict[str, int] = {}
-        """rid -> requests up to this number were aborted if they have it."""
+        self._until: dict[int, int] = {}
+        """Hash of a rid -> requests up to this number were aborted if they have it. Rids may be long."""
 
     @contextmanager
     def arrive(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class Arrivals:
         number = _NUMBER.get()
         if number is None or number not in self._open:
             return set()
-        aborted = {rid for rid in rids if number <= max(self._all_until, self._until.get(rid, 0))}
+        aborted = {rid for rid in rids if number <= max(self._all_until, self._until.get(hash(rid), 0))}
         self._leave(number)
         return aborted
 
@@ -66,8 +66,8 @@ class Arrivals:
 
     def abort(self, rid: str) -> None:
         if self._open:
-            self._until.pop(rid, None)  # the newest names are the last ones
-            self._until[rid] = self._last
+            self._until.pop(hash(rid), None)  # the newest names are the last ones
+            self._until[hash(rid)] = self._last
             if len(self._until) > _MOST_NAMES:
                 del self._until[next(iter(self._until))]
 

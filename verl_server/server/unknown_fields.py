@@ -30,12 +30,14 @@ from verl_server.server.routing import route_of
 from verl_server.web.resolver import Found
 
 HEADER = "X-Verl-Unknown-Fields"
+_LONGEST_HEADER = 2048
+"""Bytes of names in the header. aiohttp's clients refuse a line of more than 8,190 bytes."""
 _STATE = "unknown_fields"
 """Name in `scope["state"]` of the `_Judge` of a request."""
 
 
-class Read(Protocol):
-    """What a job of a text worker made of a body."""
+class ReadBody(Protocol):
+    """The result of a job that reads a body."""
 
     unknown_fields: list[str]
     """`json_body.names_of_unknown`."""
@@ -136,7 +138,9 @@ class _Judge:
         self.accepted += names
 
     def header(self) -> bytes:
-        return ", ".join(quote(_shown(name), safe="?.-_[]") for name in self.accepted).encode()
+        """The names, escaped. Those that do not fit are left out, because clients bound the length of a header."""
+        names = ", ".join(quote(_shown(name), safe="?.-_[]") for name in self.accepted)
+        return (names if len(names) <= _LONGEST_HEADER else names[:_LONGEST_HEADER] + "...").encode()
 
 
 def _is_known(name: str, known: Mapping[str, Collection[str]]) -> bool:

@@ -31,10 +31,10 @@ from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server.unknown_fields import Read, judge_unknown
+from verl_server.server.unknown_fields import ReadBody, judge_unknown
 from verl_server.server_args import ServerArgs
 
-R = TypeVar("R", bound=Read)
+R = TypeVar("R", bound=ReadBody)
 
 _ERROR_TYPES = {
     401: "authentication_error",
