@@ -44,7 +44,7 @@ RECORDS = (
     "checkpoint-*",
     "agents/*",
 )
-"""What the commands record in the folder of a run."""
+"""The files that the commands record in the folder of a run."""
 
 
 def recorded(folder: Path, also: Sequence[str] = ()) -> list[str]:

@@ -80,7 +80,7 @@ class ReqState:
         self.request_name: str | None = None
         """The caller's name of the whole request, which may have several samples."""
         self.is_sent = False
-        """Whether the scheduler knows the sample."""
+        """True if the scheduler knows the sample."""
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.weight_version = ""

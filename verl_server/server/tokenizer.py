@@ -238,7 +238,7 @@ def _load_tokenizer(server_args: ServerArgs, source: str) -> Any:
             trust_remote_code=server_args.trust_remote_code,
             local_files_only=not folder.is_dir() and hub_problem() is not None,
         )
-        tokenizer_pipeline.apply(tokenizer, folder / "tokenizer.json", server_args.tokenizer_pipeline)
+        tokenizer_pipeline.choose_parts(tokenizer, folder / "tokenizer.json", server_args.tokenizer_pipeline)
         return tokenizer
     except Exception as error:  # transformers raises many types of errors for a folder without a tokenizer
         raise ServerLaunchError(

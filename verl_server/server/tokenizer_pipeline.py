@@ -1,7 +1,7 @@
-"""What transformers replaces in a folder's tokenizer: 5.x builds the pre-tokenizer of some models by the model's name.
+"""Parts of tokenizer.json that transformers replaces: 5.x builds the pre-tokenizer of some models by the model's name.
 
-All qwen2 folders are such ones: their tokenizer.json's own normalizer and pre-tokenizer are not used, so another one,
-for example of a tokenizer that was trained anew, gives other tokens than the file says. `apply` compares them when the
+All qwen2 folders are such models: the normalizer and the pre-tokenizer of their tokenizer.json are not used. So a
+tokenizer that was trained anew gives other tokens than its file says. `choose_parts` compares the parts when the
 tokenizer is loaded, and takes the file's if the setting `tokenizer_pipeline` says so.
 """
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 
 
-def apply(tokenizer: Any, file: Path, pipeline: Literal["transformers", "file"]) -> None:
+def choose_parts(tokenizer: Any, file: Path, pipeline: Literal["transformers", "file"]) -> None:
     """Compare a tokenizer with the tokenizer.json from which it was loaded. Warn, or restore the parts of the file.
 
     `tokenizer` is of transformers. One without a backend of the `tokenizers` library is left alone.

@@ -183,7 +183,7 @@ async def _played(
 
 
 def _described(args: AgentRolloutArgs) -> dict[str, Any]:
-    """What run.json stores of the command, beside the settings of `run_agents`."""
+    """The settings of the command that run.json stores beside the settings of `run_agents`."""
     environment = args.environment
     is_function = args.reward is not None and ":" in args.reward
     return {

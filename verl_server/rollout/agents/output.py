@@ -220,7 +220,7 @@ class RunFolder:
         return f" The reward of {lost} episodes failed: correct its function, and --resume plays them again."
 
     def _read(self) -> _Left:
-        """What an earlier part of the run left. An episode whose trajectories were lost is played again."""
+        """Read the episodes that an earlier part of the run left, without those whose trajectories were lost."""
         for file in (self._episodes, self._trajectories):
             if not file.exists():
                 raise BadRequestError(f"{file} of this run is missing. Restore it, or name another folder.")
@@ -238,7 +238,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class _Left:
-    """What remains of the earlier part of a run."""
+    """The episodes that remain of the earlier part of a run."""
 
     lines: list[EpisodeLine]
     kept: set[tuple[int, int, int]]

@@ -1,10 +1,10 @@
-"""Which unknown names count as misspelled."""
+"""The unknown names that count as misspelled."""
 
 from __future__ import annotations
 
 import pytest
 
-from verl_server.near_names import near_name
+from verl_server.server.near_names import near_name
 
 KNOWN = ["max_tokens", "temperature", "stop", "n", "logprobs", "top_p", "messages", "rid", "seed", "return_logprob"]
 
