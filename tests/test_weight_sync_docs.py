@@ -43,7 +43,8 @@ def test_the_examples_of_one_process_run_in_their_order(tiny_qwen3: Path, tmp_pa
             exec(compile(of_tiny_model(code, tiny_qwen3), str(PAGE), "exec"), names)
     finally:
         if "engine" in names:
-            served = names["engine"].generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+            four_tokens = {"max_new_tokens": 4, "ignore_eos": True}
+            served = names["engine"].generate(input_ids=[5, 6, 7], sampling_params=four_tokens)
             names["engine"].shutdown()
     assert len(served["output_ids"]) == 4
 
