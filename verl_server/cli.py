@@ -102,7 +102,7 @@ def _with_server_args(command: str, args: list[str], description: str, run: Call
     import tyro
 
     from verl_server.errors import VerlServerError
-    from verl_server.json_options import JSON_OPTIONS
+    from verl_server.files.json_options import JSON_OPTIONS
     from verl_server.server_args import ServerArgs
 
     given = [*_keys_of_environment(), *(_ALIASES.get(arg, arg) for arg in args)]

@@ -9,7 +9,7 @@ import pytest
 
 from verl_server.backends.vllm import versions
 from verl_server.errors import BadRequestError
-from verl_server.json_options import JSON_OPTIONS
+from verl_server.files.json_options import JSON_OPTIONS
 from verl_server.models.config import load_model_config
 from verl_server.server_args import ServerArgs
 

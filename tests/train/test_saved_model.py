@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_server import durable
 from verl_server.engine.in_process import Engine
+from verl_server.files import durable
 from verl_server.models.tiny import make_model_folder
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.policy import Policy, load_policy, save_policy

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from verl_server.errors import BadRequestError
-from verl_server.json_files import convert, read_json
+from verl_server.files.json_files import convert, read_json
 from verl_server.models.rope_config import RopeKeys, read_rope
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

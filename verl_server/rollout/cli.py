@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
-from verl_server.model_folder import load_pretrained
-from verl_server.path_options import OutputPath
+from verl_server.files.model_folder import load_pretrained
+from verl_server.files.path_options import OutputPath
+from verl_server.files.run_output import location, settings_of, without_host
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts, environment_schema
 from verl_server.rollout.environment_check import check_environment
@@ -27,7 +28,6 @@ from verl_server.rollout.option_names import as_options
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, summarize
 from verl_server.rollout.trajectory_file import TrajectoryFile
-from verl_server.run_output import location, settings_of, without_host
 from verl_server.sampling_params import SamplingParams
 
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
-from verl_server.json_values import dumps
+from verl_server.files.json_values import dumps
 from verl_server.rollout.env_pool import EnvPool
 from verl_server.rollout.env_socket import serve_socket
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES

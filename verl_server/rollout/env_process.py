@@ -18,10 +18,10 @@ import tyro
 from tyro.conf import Positional
 
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.files.json_files import parse_json
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
 from verl_server.ipc.sockets import bind_socket
-from verl_server.json_files import parse_json
 from verl_server.rollout.env_door import check_address
 from verl_server.rollout.env_factory import load_factory
 from verl_server.rollout.env_server import create_env_app, make_server

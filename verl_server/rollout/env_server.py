@@ -24,8 +24,8 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 from verl_server.errors import BadRequestError
+from verl_server.files.json_values import dumps
 from verl_server.ipc.child_process import ChildProcess
-from verl_server.json_values import dumps
 from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.env_door import EnvDoor, check_address
 from verl_server.rollout.env_factory import EnvFactory

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.run_output import is_stdout
+from verl_server.files.run_output import is_stdout
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import msgspec
 import orjson
 
 from verl_server.errors import BadRequestError
-from verl_server.json_values import dumps
+from verl_server.files.json_values import dumps
 from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.env_factory import EnvFactory
 from verl_server.rollout.environment import EnvTimeouts

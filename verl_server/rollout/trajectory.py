@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.json_files import decode_json, numbered_lines
-from verl_server.json_values import jsonable
+from verl_server.files.json_files import decode_json, numbered_lines
+from verl_server.files.json_values import jsonable
 from verl_server.session_types import PolicyLogprobs
 
 

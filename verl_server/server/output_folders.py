@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_server.errors import BadRequestError
-from verl_server.run_output import check_folder
+from verl_server.files.run_output import check_folder
 from verl_server.server_args import ServerArgs
 
 

@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_server.json_files import read_json
+from verl_server.files.json_files import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from verl_server.durable import discard, flush, publish, temporary_folder
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.json_files import convert, read_json
+from verl_server.files.durable import discard, flush, publish, temporary_folder
+from verl_server.files.json_files import convert, read_json
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup
 

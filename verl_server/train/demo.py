@@ -27,10 +27,11 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from verl_server.errors import BadRequestError
-from verl_server.json_files import read_json
+from verl_server.files.json_files import read_json
+from verl_server.files.path_options import OutputPath
+from verl_server.files.run_output import Claim, claim_folder, recorded, settings_of, store_settings
 from verl_server.logprob_gap import GapAlarm
 from verl_server.models.tiny import make_model_folder
-from verl_server.path_options import OutputPath
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvTimeouts
@@ -40,7 +41,6 @@ from verl_server.rollout.pace import PaceComparison, compare_pace
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.report import Report, write_report
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled
-from verl_server.run_output import Claim, claim_folder, recorded, settings_of, store_settings
 from verl_server.train.demo_display import DemoDisplay
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.metrics import StepMetrics

@@ -50,8 +50,8 @@ from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError, ServerRestartedError, UnansweredError, VerlServerError
+from verl_server.files.model_folder import load_pretrained
 from verl_server.logprob_gap import GapAlarm, LogprobGap
-from verl_server.model_folder import load_pretrained
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
 from verl_server.rollout.agents.types import Server
 from verl_server.rollout.environment_check import check_environment
@@ -591,7 +591,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status. A `VerlServerError` is printed as a message, without a traceback."""
     import tyro
 
-    from verl_server.json_options import JSON_OPTIONS
+    from verl_server.files.json_options import JSON_OPTIONS
 
     prog = "python -m verl_server.train.grpo"
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

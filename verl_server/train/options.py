@@ -15,7 +15,7 @@ import tyro
 
 from verl_server.engine.rank_group import RANK_TIMEOUT
 from verl_server.errors import BadRequestError
-from verl_server.path_options import OutputPath
+from verl_server.files.path_options import OutputPath
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs

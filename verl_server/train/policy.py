@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
-from verl_server.durable import discard, publish, temporary_folder
 from verl_server.errors import BadRequestError
-from verl_server.model_folder import load_pretrained
+from verl_server.files.durable import discard, publish, temporary_folder
+from verl_server.files.model_folder import load_pretrained
 from verl_server.train.logprobs import token_logprobs
 from verl_server.train.ranks import SaveGroup
 

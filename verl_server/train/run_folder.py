@@ -23,11 +23,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from verl_server.durable import discard, flush, make_folder, replace_file
 from verl_server.errors import BadRequestError
-from verl_server.json_files import decode_json, numbered_lines
+from verl_server.files.durable import discard, flush, make_folder, replace_file
+from verl_server.files.json_files import decode_json, numbered_lines
+from verl_server.files.run_output import Claim, check_settings, claim_folder, recorded, store_settings, stored_settings
 from verl_server.rollout.trajectory import Trajectory, append_jsonl
-from verl_server.run_output import Claim, check_settings, claim_folder, recorded, store_settings, stored_settings
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
 from verl_server.train.metrics import Failure, StepMetrics
 from verl_server.train.run_settings import MAY_DIFFER

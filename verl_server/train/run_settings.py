@@ -7,9 +7,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from verl_server.json_files import read_bytes
+from verl_server.files.json_files import read_bytes
+from verl_server.files.run_output import location, settings_of, without_host
 from verl_server.rollout.environments.named import is_named
-from verl_server.run_output import location, settings_of, without_host
 from verl_server.server_args import ServerArgs
 from verl_server.train.options import TrainArgs
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from verl_server.files.model_folder import local_folder
 from verl_server.ipc.child_process import ChildProcess
 from verl_server.kernels.compilation import cache_folder
-from verl_server.model_folder import local_folder
 from verl_server.server_args import ServerArgs
 from verl_server.worker.cuda_context import GpuKind
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
+from verl_server.files.model_folder import resolve_model_folder
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.kernels import compilation, token_mask
 from verl_server.kernels.device_arrays import to_device
-from verl_server.model_folder import resolve_model_folder
 from verl_server.models.attention import AttentionStep, Placement
 from verl_server.models.config import ModelConfig, load_model_config
 from verl_server.models.loader import fill_dummy, load_checkpoint

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from verl_server.errors import BadRequestError, UnknownRegistrationError, VerlServerError
+from verl_server.files.model_folder import local_folder, resolve_model_folder
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.model_folder import local_folder, resolve_model_folder
 from verl_server.server_args import ServerArgs
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,

@@ -19,8 +19,8 @@ from verl_server.backends.vllm.layerwise_loader import LayerwiseLoader
 from verl_server.backends.vllm.live_model import LiveModel
 from verl_server.backends.vllm.load_plan import LoadPlan
 from verl_server.backends.vllm.load_proof import prove
+from verl_server.files.model_folder import resolve_model_folder
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.model_folder import resolve_model_folder
 from verl_server.models.expert_stacks import expanded_shapes, expert_stacks
 from verl_server.models.loader import (
     WeightMap,

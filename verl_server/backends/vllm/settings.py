@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_server.backends.vllm.plugin import ENDS_WITH_PARENT
 from verl_server.errors import BadRequestError
-from verl_server.model_folder import resolve_model_folder
+from verl_server.files.model_folder import resolve_model_folder
 from verl_server.server_args import ServerArgs
 
 _REFUSED = {

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_server.durable import replace_file
+from verl_server.files.durable import replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ import tyro
 from rich.console import Console
 
 from verl_server.errors import BadRequestError
-from verl_server.json_files import convert, numbered_lines, parse_json
-from verl_server.path_options import OutputPath
+from verl_server.files.json_files import convert, numbered_lines, parse_json
+from verl_server.files.path_options import OutputPath
+from verl_server.files.run_output import location, without_host
 from verl_server.rollout.agents.episode import Progress
 from verl_server.rollout.agents.output import read_lines, summarize_lines
 from verl_server.rollout.agents.program import take_from_environment
@@ -30,7 +31,6 @@ from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRu
 from verl_server.rollout.env_factory import load_function
 from verl_server.rollout.environments.named import command_words, environment_named, has_reward, is_named
 from verl_server.rollout.option_names import as_options
-from verl_server.run_output import location, without_host
 from verl_server.sampling_params import SamplingParams
 from verl_server.web.key_files import read_key_file
 

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from verl_server.json_files import read_json
+from verl_server.files.json_files import read_json
 from verl_server.rollout.agents.output import EpisodeLine, read_lines, summarize_lines
 from verl_server.rollout.page import page, section
 

@@ -22,8 +22,8 @@ from verl_server.errors import (
     VerlServerError,
     error_for_status,
 )
+from verl_server.files.json_values import jsonable
 from verl_server.io_struct import INSTANCE_HEADER
-from verl_server.json_values import jsonable
 from verl_server.session_types import (
     CreatedSession,
     CreateSession,

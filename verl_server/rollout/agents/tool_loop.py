@@ -21,7 +21,7 @@ import httpx
 
 from verl_server.chat.formats import TOOL_FORMATS
 from verl_server.errors import BadRequestError, ContextLengthError
-from verl_server.json_values import dumps
+from verl_server.files.json_values import dumps
 from verl_server.rollout.agents.episode import End
 from verl_server.rollout.agents.gateway import GuardedEnvironment
 from verl_server.rollout.agents.threads import in_thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_server.errors import BadRequestError
-from verl_server.json_values import dumps
+from verl_server.files.json_values import dumps
 from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnvironment
 
 

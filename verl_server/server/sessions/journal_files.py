@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from verl_server.durable import make_folder
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.json_files import read_bytes
+from verl_server.files.durable import make_folder
+from verl_server.files.json_files import read_bytes
 from verl_server.server.sessions.records import (
     FORMAT,
     CurrentRecord,

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from verl_server.durable import flush, write_file
 from verl_server.errors import BadRequestError
-from verl_server.json_files import read_bytes
+from verl_server.files.durable import flush, write_file
+from verl_server.files.json_files import read_bytes
 from verl_server.server.sessions.journal_files import CURRENT, Damage, JournalFiles
 from verl_server.server.sessions.records import (
     CurrentRecord,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from verl_server.json_files import parse_json
+from verl_server.files.json_files import parse_json
 
 JSON_OPTIONS = ConstructorRegistry()
 """Pass it as `registry` to `tyro.cli`."""

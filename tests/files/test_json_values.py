@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_server.json_values import dumps, jsonable
+from verl_server.files.json_values import dumps, jsonable
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from verl_server.errors import BadRequestError
-from verl_server.json_files import convert, decode_json, parse_json, read_json, read_text
+from verl_server.files.json_files import convert, decode_json, parse_json, read_json, read_text
 
 _FAULTS = {
     "empty": b"",

@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from verl_server.durable import make_folder, replace_file, write_file
 from verl_server.errors import BadRequestError
-from verl_server.json_files import read_json
+from verl_server.files.durable import make_folder, replace_file, write_file
+from verl_server.files.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
