@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.json_convert import convert_json
+from verl_server.web.json_convert import convert_json
 
 TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.conftest import Stack
 from verl_server.io_struct import AbortReq
-from verl_server.server.json_body import MOST_NAMES
+from verl_server.web.json_body import MOST_NAMES
 
 HEADER = "x-verl-unknown-fields"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}

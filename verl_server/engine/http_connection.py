@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from verl_server.errors import BadRequestError
-from verl_server.numbers import whole_number
+from verl_server.web.numbers import whole_number
 
 _MAX_IDLE = 8
 """Most idle connections that are kept for later calls."""

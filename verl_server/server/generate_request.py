@@ -17,14 +17,14 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import PROMPT_HEADER
-from verl_server.json_convert import convert_json
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
-from verl_server.server.json_body import names_of_unknown, parse_json
 from verl_server.server.limits import Limits
 from verl_server.server.session_hints import hint_id
 from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_tools import Ids, Job, ModelBounds, TextTools
+from verl_server.web.json_body import names_of_unknown, parse_json
+from verl_server.web.json_convert import convert_json
 
 SamplingLogprobsMode = Literal["selected", "support"]
 

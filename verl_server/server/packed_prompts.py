@@ -52,13 +52,13 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import PROMPT_HEADER
-from verl_server.numbers import whole_number
 from verl_server.packing import ITEM
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
-from verl_server.server.json_body import MalformedBodyError, names_of_unknown, parse_json
 from verl_server.server.slices import Slices
 from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_tools import Ids, TextTools
+from verl_server.web.json_body import MalformedBodyError, names_of_unknown, parse_json
+from verl_server.web.numbers import whole_number
 
 
 def split_prompt(header: str, body: bytes) -> tuple[memoryview, bytes]:

@@ -27,11 +27,11 @@ from verl_server.server.dialects.openai.tokenizing import DETOKENIZE, TOKENIZE
 from verl_server.server.dialects.vllm.reading import INFERENCE
 from verl_server.server.generate_request import GENERATE
 from verl_server.server.grammar_checks import CHECK_GRAMMAR
-from verl_server.server.json_body import MalformedBodyError
 from verl_server.server.sessions.reading import in_session
 from verl_server.server.text_tools import ENCODE, Answer, Job, TextSetup, TextTools
 from verl_server.server.tokenizer import FastTokens, ModelText
 from verl_server.server_args import ServerArgs
+from verl_server.web.json_body import MalformedBodyError
 
 _ALONE: tuple[Job[Any], ...] = (GENERATE, ENCODE, CHECK_GRAMMAR, TOKENIZE, DETOKENIZE, INFERENCE)
 _ALSO_IN_SESSIONS: tuple[Job[Any], ...] = (COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS)

@@ -32,8 +32,8 @@ import torch
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.io_struct import ControlReply
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.numbers import whole_number
 from verl_server.server_args import ServerArgs
+from verl_server.web.numbers import whole_number
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,

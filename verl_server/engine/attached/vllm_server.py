@@ -26,8 +26,8 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     PauseMode,
 )
-from verl_server.numbers import whole_number
 from verl_server.results import ModelInfo, ServerInfo
+from verl_server.web.numbers import whole_number
 from verl_server.weight_requests import (
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,

@@ -23,7 +23,6 @@ from verl_server.errors import (
     SessionLimitError,
     SessionNotFoundError,
 )
-from verl_server.numbers import whole_number
 from verl_server.server.sessions import limits as limits_of
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.ledger import SessionLedger
@@ -34,6 +33,7 @@ from verl_server.server.sessions.session import PendingTurn, Session, SessionCal
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.table import AUTOMATIC
 from verl_server.server.sessions.turn import ABORTED, IN_REASONING, RESAMPLED, FinishedTurn, OpenTurn
+from verl_server.web.numbers import whole_number
 
 _CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

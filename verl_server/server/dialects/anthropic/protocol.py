@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.json_convert import convert_json
-from verl_server.server.json_body import names_of_unknown
+from verl_server.web.json_body import names_of_unknown
+from verl_server.web.json_convert import convert_json
 
 R = TypeVar("R", bound="CountTokensRequest")
 

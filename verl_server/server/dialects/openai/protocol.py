@@ -12,12 +12,12 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.json_convert import convert_json
 from verl_server.sampling_params import LogprobsMode
 from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint, read_schema
 from verl_server.server.dialects.openai.fields import HARMLESS
 from verl_server.server.generate_request import GenerateReqInput, SamplingLogprobsMode
-from verl_server.server.json_body import names_of_unknown
+from verl_server.web.json_body import names_of_unknown
+from verl_server.web.json_convert import convert_json
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -25,9 +25,9 @@ from verl_server.server.dialects.openai.protocol import (
     at_least,
     parse_openai,
 )
-from verl_server.server.json_body import parse_json
 from verl_server.server.session_prompt import plan_completion, prompt_text, refuse_in_session
 from verl_server.server.text_tools import Ids, Job, TextTools
+from verl_server.web.json_body import parse_json
 
 _DEFAULT_COMPLETION_TOKENS = 16
 

@@ -19,8 +19,8 @@ from verl_server.server.dialects.openai.constraints import response_format_schem
 from verl_server.server.dialects.openai.fields import CHAT_REFUSED
 from verl_server.server.dialects.openai.messages import effort_options, joined_parts, read_openai_prompt
 from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, at_least, parse_openai
-from verl_server.server.json_body import parse_json
 from verl_server.server.text_tools import Ids, Job, TextTools
+from verl_server.web.json_body import parse_json
 
 _NO_STORE = (
     "responses are stored in sessions only: create one with POST /sessions, or send the whole conversation in `input`"

@@ -19,9 +19,6 @@ from starlette.responses import Response, StreamingResponse
 
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.json_convert import convert_json
-from verl_server.numbers import whole_number
-from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import JSON, POST, Operation
 from verl_server.server.responses import encoded_response, json_response, message_error, read_json
 from verl_server.server.sessions.ledger import SessionLedger
@@ -39,6 +36,9 @@ from verl_server.session_types import (
     SessionList,
     SessionTrajectory,
 )
+from verl_server.web.json_body import names_of_unknown
+from verl_server.web.json_convert import convert_json
+from verl_server.web.numbers import whole_number
 
 T = TypeVar("T", bound=msgspec.Struct)
 

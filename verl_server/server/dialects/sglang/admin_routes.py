@@ -22,9 +22,7 @@ from verl_server.io_struct import (
     FlushCacheReq,
     PauseGenerationReq,
 )
-from verl_server.json_convert import convert_json
 from verl_server.server.auth import AccessRules
-from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
 from verl_server.server.responses import (
     bad_request,
@@ -37,6 +35,8 @@ from verl_server.server.responses import (
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
+from verl_server.web.json_body import names_of_unknown
+from verl_server.web.json_convert import convert_json
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,

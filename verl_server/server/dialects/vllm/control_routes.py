@@ -22,7 +22,6 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     PauseMode,
 )
-from verl_server.json_convert import convert_json
 from verl_server.server.dialects.vllm.errors import answers_errors
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.weight_transfer import (
@@ -32,12 +31,13 @@ from verl_server.server.dialects.vllm.weight_transfer import (
     WeightTransfer,
 )
 from verl_server.server.dialects.vllm.worker_methods import METHODS, CollectiveRpcReq, Methods
-from verl_server.server.json_body import MOST_NAMES, names_of_unknown
 from verl_server.server.operation import POST, Handler, Operation
 from verl_server.server.responses import json_response, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
+from verl_server.web.json_body import MOST_NAMES, names_of_unknown
+from verl_server.web.json_convert import convert_json
 from verl_server.weight_requests import UpdateWeightsFromDiskReq, VersionLabel
 
 S = TypeVar("S", bound=msgspec.Struct)

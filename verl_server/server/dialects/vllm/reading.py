@@ -7,11 +7,11 @@ from typing import Any, Literal
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.json_convert import convert_json
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
-from verl_server.server.json_body import names_of_unknown, parse_json
 from verl_server.server.text_tools import Job, TextTools
+from verl_server.web.json_body import names_of_unknown, parse_json
+from verl_server.web.json_convert import convert_json
 
 _NO_MULTIMODAL = "only token ids are served"
 

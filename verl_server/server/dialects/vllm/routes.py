@@ -11,14 +11,12 @@ from starlette.responses import Response
 
 from verl_server import __version__
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.json_convert import convert_json
 from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.vllm.choices import InferenceChoices
 from verl_server.server.dialects.vllm.errors import ModelNotFoundError, answers_errors, error_content
 from verl_server.server.dialects.vllm.reading import INFERENCE, REFUSED, WITHOUT_EFFECT, InferenceRequest
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generation import Generation
-from verl_server.server.json_body import names_of_unknown
 from verl_server.server.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.responses import (
     SSE_DONE,
@@ -35,6 +33,8 @@ from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
+from verl_server.web.json_body import names_of_unknown
+from verl_server.web.json_convert import convert_json
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _PREFIX = "generate-tokens-"

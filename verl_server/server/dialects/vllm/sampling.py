@@ -8,8 +8,8 @@ import msgspec
 import orjson
 
 from verl_server.errors import BadRequestError
-from verl_server.json_convert import convert_json
-from verl_server.server.json_body import names_of_unknown
+from verl_server.web.json_body import names_of_unknown
+from verl_server.web.json_convert import convert_json
 
 _NO_INTERNALS = "this server returns tokens and log-probabilities only"
 

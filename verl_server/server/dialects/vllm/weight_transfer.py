@@ -15,7 +15,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.io_struct import ControlReply, ControlReq
-from verl_server.json_convert import convert_json
+from verl_server.web.json_convert import convert_json
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from verl_server.json_convert import convert_json
+from verl_server.web.json_convert import convert_json
 
 
 class Inner(msgspec.Struct):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_server.numbers import whole_number
+from verl_server.web.numbers import whole_number
 
 
 @pytest.mark.parametrize(("text", "number"), [("0", 0), ("7", 7), ("007", 7), ("999999999", 999999999)])
