@@ -14,7 +14,7 @@ from typing import Literal
 
 from benchmarks.agents import Episode
 from benchmarks.belady import Access, PageNumbers
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.batch_planner import BatchPlanner
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch

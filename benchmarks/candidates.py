@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.options import report, report_run
-from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.sampling.distribution import Distribution, SamplingOps
 from verl_server.sampling.logprobs import PromptCandidates, TopCandidates
 from verl_server.sampling.spec import ForwardOutput

@@ -32,7 +32,7 @@ from benchmarks.served_slices import expected_checksums, tensors_of_engine
 from benchmarks.token_gaps import Interval
 from benchmarks.trainer_ranks import process_group
 from verl_server import HttpServerEngineAdapter, VerlEngine
-from verl_server.io_struct import ControlReply, ControlReq
+from verl_server.messages.io_struct import ControlReply, ControlReq
 from verl_server.models.expert_stacks import expanded_tensors
 from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
 

@@ -32,7 +32,7 @@ from benchmarks.options import engine_settings, make_parser, report, report_run
 from benchmarks.shapes import shape_folder
 from benchmarks.workload import Workload, make_workload
 from verl_server import Engine, HttpServerEngineAdapter
-from verl_server.columns import MSGPACK, unpack
+from verl_server.messages.columns import MSGPACK, unpack
 
 _REQUEST_SECONDS = 600.0
 

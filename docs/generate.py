@@ -227,7 +227,7 @@ def http_page(site: Site) -> None:
     page.add(prose(site.package.module("verl_server.server.responses").doc.partition("\n\n")[2]))
     packed = site.package.module("verl_server.server.packed_prompts").doc
     page.add("## Binary prompts", prose(packed.partition("\n\n")[2]))
-    columns = site.package.module("verl_server.columns").doc
+    columns = site.package.module("verl_server.messages.columns").doc
     page.add(
         "## Replies in columns",
         "The field `columnar` replaces lists by arrays. The header `Accept: application/msgpack` makes the whole reply "

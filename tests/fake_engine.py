@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from verl_server.engine.base import EngineBase
-from verl_server.io_struct import ControlReply, ControlReq
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import ControlReply, ControlReq
+from verl_server.messages.weight_requests import (
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     UnregisterWeightsReq,

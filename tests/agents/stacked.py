@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 
 from tests.server.conftest import Stack
 from tests.server.fake_scheduler import INFO
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 
 T = TypeVar("T")
 

@@ -17,7 +17,8 @@ from verl_server.backends.process.backend import Backend
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
 from verl_server.backends.process.worker_commands import WorkerCommands
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import (
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     ContinueGenerationReq,
@@ -28,11 +29,10 @@ from verl_server.io_struct import (
     SchedulerOutput,
     TokenizedGenerateReq,
 )
-from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.models.loader import WeightMap, WeightSlot
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.weight_sync.trainer.sender import describe_tensors
 
 

@@ -10,7 +10,7 @@ import pytest
 from verl_server.backends.process.commands import COMMANDS, PollCommand, WeightsState, WorkerReply
 from verl_server.backends.process.driver import EngineDriver
 from verl_server.backends.process.engine_workers import EngineWorkers
-from verl_server.weight_requests import InitWeightsUpdateGroupReq
+from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq
 from verl_server.worker.tp_worker import StageCommand
 
 JOIN = InitWeightsUpdateGroupReq(id=1, master_address="h", master_port=1, rank_offset=1, world_size=2)

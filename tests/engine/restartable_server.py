@@ -8,10 +8,14 @@ from typing import Any
 
 from tests.server.conftest import Stack
 from tests.server.fake_scheduler import INFO
-from verl_server import io_struct as io
 from verl_server.ipc.sockets import bind_socket
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import (
+    RegisterWeightsReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
+)
 from verl_server.server.http_process import HttpServer
-from verl_server.weight_requests import RegisterWeightsReq, UpdateWeightsFromDiskReq, UpdateWeightsFromTensorReq
 
 PARAMETERS = INFO["num_parameters"]
 

@@ -31,7 +31,7 @@ from verl_server import (
     WeightUpdateError,
 )
 from verl_server.ipc.readiness import wait_readable
-from verl_server.results import GenerateResult, InternalState, MetaInfo, ModelInfo, SchedulerInfo, ServerInfo
+from verl_server.messages.results import GenerateResult, InternalState, MetaInfo, ModelInfo, SchedulerInfo, ServerInfo
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 SMALL = {"kv_cache_gib": 0.05, "cpu_threads": 1, "port": 0}

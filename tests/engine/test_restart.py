@@ -22,8 +22,8 @@ from verl_server import (
     VerlEngine,
     WeightUpdateError,
 )
-from verl_server import io_struct as io
-from verl_server.weight_requests import UpdateWeightsFromTensorReq
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq
 
 FOUR = {"max_new_tokens": 4}
 

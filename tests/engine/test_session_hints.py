@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.engine.restartable_server import Server
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, says
 from verl_server import BadRequestError, ContextLengthError, Engine, EngineBase, HttpServerEngineAdapter, VerlEngine
-from verl_server.io_struct import FinishSessionReq, TokenizedGenerateReq
+from verl_server.messages.io_struct import FinishSessionReq, TokenizedGenerateReq
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.trajectory import Task
 

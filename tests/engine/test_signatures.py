@@ -12,16 +12,16 @@ from tests.fake_engine import FakeEngine
 from verl_server import BadRequestError, EngineBase, HttpServerEngineAdapter, VerlEngine
 from verl_server.engine import verl_engine
 from verl_server.engine.options import GenerateOptions, PushOptions, TensorUpdateOptions, UpdateOptions
-from verl_server.io_struct import AbortReq, AcceptRestartReq, ControlReq
-from verl_server.server.dialects.sglang.admin_routes import ControlApi
-from verl_server.server.dialects.sglang.ops_routes import OpsApi
-from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
-from verl_server.server.generate_request import GenerateReqInput
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import AbortReq, AcceptRestartReq, ControlReq
+from verl_server.messages.weight_requests import (
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
 )
+from verl_server.server.dialects.sglang.admin_routes import ControlApi
+from verl_server.server.dialects.sglang.ops_routes import OpsApi
+from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
+from verl_server.server.generate_request import GenerateReqInput
 
 METHODS = [
     "generate",

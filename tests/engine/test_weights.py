@@ -24,8 +24,8 @@ from verl_server import (
     WeightUpdateError,
 )
 from verl_server.errors import UpdateConflictError
-from verl_server.io_struct import ControlReply
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import ControlReply
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     RegisterWeightsReq,

@@ -9,7 +9,14 @@ from torch import nn
 
 from verl_server.engine.base import EngineBase
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.results import FinishReason, GenerateResult, InternalState, SchedulerInfo, ServerInfo, VersionSpan
+from verl_server.messages.results import (
+    FinishReason,
+    GenerateResult,
+    InternalState,
+    SchedulerInfo,
+    ServerInfo,
+    VersionSpan,
+)
 
 
 def generation(engine: EngineBase, ranks: VerlEngine) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from tests.faults.pauses import hold
 from verl_server.ipc.child_process import child_main
+from verl_server.messages.weight_requests import RegisterWeightsReq, UpdateReq
 from verl_server.scheduler import process as scheduler_process
-from verl_server.weight_requests import RegisterWeightsReq, UpdateReq
 from verl_server.weight_sync.copying.fused_copy import CopyPlan
 from verl_server.worker.weight_sources import WeightSources
 from verl_server.worker.weight_updater import WeightUpdater

@@ -34,7 +34,7 @@ from verl_server import (
     errors,
 )
 from verl_server.errors import UpdateConflictError
-from verl_server.weight_requests import UpdateWeightsFromTensorReq
+from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.weight_sync.handles import WeightsDescription
 
 Kind = tuple[int, str]

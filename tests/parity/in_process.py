@@ -16,8 +16,8 @@ from tests.parity.sampling_judge import Found, unpacked
 from tests.scheduler.fakes import FakeStager, Harness
 from verl_server.grammar.compiler import Matcher
 from verl_server.grammar.mask_executor import MaskExecutor, MaskRun, Words
-from verl_server.io_struct import BatchTokenIDOut, SchedulerOutput
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.io_struct import BatchTokenIDOut, SchedulerOutput
 from verl_server.sampling.spec import MakeMasks, SampleSpec
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.model_runner import ModelRunner, RunningStep

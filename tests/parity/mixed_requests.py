@@ -17,7 +17,7 @@ from tests.grammar.conftest import EOS, TOKENIZER, VOCAB, encode
 from tests.parity.harness import random_prompt
 from verl_server.grammar.compiler import GrammarCompiler
 from verl_server.grammar.source import grammar_of, translate
-from verl_server.io_struct import GrammarTokenizer, TokenizedGenerateReq
+from verl_server.messages.io_struct import GrammarTokenizer, TokenizedGenerateReq
 from verl_server.sampling_params import GRAMMARS, SamplingParams
 
 REGEXES = ("[a-f]{6,60}", "(ab|cd|ef){3,20}", "[0-9]+(-[0-9]{2}){1,6}", "x[^b]*")

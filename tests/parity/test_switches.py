@@ -21,7 +21,7 @@ from tests.depth import at_depth
 from tests.parity.in_process import ModelHarness
 from tests.parity.mixed_requests import FEATURES
 from tests.parity.mixed_runs import Judged, Requests, Run, expect_same_ids
-from verl_server.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
+from verl_server.messages.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 
 KERNELS: dict[str, dict[str, Any]] = {
     "fused": {},

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from verl_server.session_types import (
+from verl_server.messages.session_types import (
     Branch,
     BranchTurn,
     CreateSession,

@@ -13,12 +13,12 @@ import pytest
 from tests.engine.restartable_server import Server
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, says
 from verl_server import HttpServerEngineAdapter, ServerUnavailableError
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import UpdateWeightsFromDiskReq
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import StepResult
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.trajectory import StopReason, Task
-from verl_server.weight_requests import UpdateWeightsFromDiskReq
 
 TASKS = [Task(seed=i) for i in range(4)]
 WAIT = 30.0

@@ -12,13 +12,13 @@ import pytest
 from tests.rollout.agents.common import Echo, chat, player, run
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, generated, says
 from tests.rollout.test_agent_loop import FakeEngine
+from verl_server.messages.session_types import Branch, SessionTrajectory
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.agents.types import AgentEpisode, AgentRun, AgentSession, AgentTask
 from verl_server.rollout.environment import EnvError, StepResult
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory, is_unsampled, summarize
-from verl_server.session_types import Branch, SessionTrajectory
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from verl_server.errors import VerlServerError
-from verl_server.io_struct import (
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     ControlReply,
@@ -28,13 +29,8 @@ from verl_server.io_struct import (
     SchedulerOutput,
     TokenizedGenerateReq,
 )
-from verl_server.ipc.tp_group import TpGroup
-from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
-from verl_server.sampling_params import SamplingParams
-from verl_server.scheduler.scheduler import Scheduler
-from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import (
+from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     InitWeightsUpdateGroupReq,
@@ -44,6 +40,10 @@ from verl_server.weight_requests import (
     UpdateWeightVersionReq,
     WeightReq,
 )
+from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
+from verl_server.sampling_params import SamplingParams
+from verl_server.scheduler.scheduler import Scheduler
+from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import WeightsDescription
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scheduler.fakes import Harness, prompt
-from verl_server.io_struct import FinishReq
+from verl_server.messages.io_struct import FinishReq
 from verl_server.scheduler.headroom import Headroom
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.scheduler.fakes import Harness, generate, prompt
-from verl_server.io_struct import FinishReason
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.weight_requests import ReleaseMemoryOccupationReq, ResumeMemoryOccupationReq
+from verl_server.messages.io_struct import FinishReason
+from verl_server.messages.weight_requests import ReleaseMemoryOccupationReq, ResumeMemoryOccupationReq
 from verl_server.worker.device import is_out_of_memory
 from verl_server.worker.forward_batch import ForwardBatch
 

@@ -16,7 +16,11 @@ import msgspec
 import pytest
 
 from tests.weight_sync import described
-from verl_server.io_struct import (
+from verl_server.ipc.child_process import ChildProcess
+from verl_server.ipc.message_socket import MessageSocket
+from verl_server.ipc.readiness import wait_readable
+from verl_server.ipc.sockets import free_port
+from verl_server.messages.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     ControlReply,
@@ -26,16 +30,7 @@ from verl_server.io_struct import (
     SchedulerOutput,
     TokenizedGenerateReq,
 )
-from verl_server.ipc.child_process import ChildProcess
-from verl_server.ipc.message_socket import MessageSocket
-from verl_server.ipc.readiness import wait_readable
-from verl_server.ipc.sockets import free_port
-from verl_server.models.loader import iter_checkpoint
-from verl_server.models.tiny import make_model_folder
-from verl_server.sampling_params import SamplingParams
-from verl_server.scheduler.rank import SchedulerSockets
-from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     GetWeightsByNameReq,
@@ -44,6 +39,11 @@ from verl_server.weight_requests import (
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
 )
+from verl_server.models.loader import iter_checkpoint
+from verl_server.models.tiny import make_model_folder
+from verl_server.sampling_params import SamplingParams
+from verl_server.scheduler.rank import SchedulerSockets
+from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import WeightsDescription
 
 WAIT = 60.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.fakes import Harness
-from verl_server.io_struct import StartProfileReq, StopProfileReq
+from verl_server.messages.io_struct import StartProfileReq, StopProfileReq
 from verl_server.scheduler.profiler import StepProfiler
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.reserve import Reserve
 from verl_server.scheduler.schedule_batch import Req

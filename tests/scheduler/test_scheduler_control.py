@@ -9,7 +9,7 @@ import pytest
 
 from tests.scheduler.fakes import Harness, chain, generate, kv_entry, logprob_of, next_token, prompt, serving, update
 from verl_server.errors import WeightUpdateError
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     ControlReply,
@@ -19,7 +19,7 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     WithdrawReq,
 )
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     GetWeightsByNameReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.depth import at_depth
 from tests.scheduler.fakes import VOCAB, Harness, chain, generate, kv_entry, prompt
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     FinishReq,
@@ -22,13 +22,13 @@ from verl_server.io_struct import (
     GetInternalStateReq,
     PauseGenerationReq,
 )
-from verl_server.scheduler.schedule_batch import Req
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     GetWeightsByNameReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateWeightsFromTensorReq,
 )
+from verl_server.scheduler.schedule_batch import Req
 from verl_server.worker.forward_batch import ForwardBatch
 
 

@@ -19,7 +19,7 @@ from verl_server.grammar import compiler
 from verl_server.grammar.compiler import Matcher
 from verl_server.grammar.mask_executor import MaskExecutor, MaskRun, Words
 from verl_server.grammar.source import Grammar, Kind, translate
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     ContinueGenerationReq,
     FinishReq,
     GrammarTokenizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.scheduler.fakes import Harness, prompt
-from verl_server.io_struct import SchedulerInput, TokenizedGenerateReq
+from verl_server.messages.io_struct import SchedulerInput, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.rank import SchedulerLoop

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.scheduler.fakes import FakeStager
-from verl_server.io_struct import (
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.io_struct import (
     BatchTokenIDOut,
     ContinueGenerationReq,
     FinishReason,
@@ -17,7 +18,6 @@ from verl_server.io_struct import (
     SchedulerOutput,
     TokenizedGenerateReq,
 )
-from verl_server.ipc.tp_group import TpGroup
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.server_args import ServerArgs

@@ -11,12 +11,18 @@ import pytest
 import torch
 
 from tests.scheduler.fakes import VOCAB, FakeModelRunner, Harness, generate, prompt, update
-from verl_server.io_struct import BatchTokenIDOut, FinishReq, FlushCacheReq, PauseGenerationReq, TokenizedGenerateReq
+from verl_server.messages.io_struct import (
+    BatchTokenIDOut,
+    FinishReq,
+    FlushCacheReq,
+    PauseGenerationReq,
+    TokenizedGenerateReq,
+)
+from verl_server.messages.weight_requests import ReleaseMemoryOccupationReq
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.rank import SchedulerLoop
 from verl_server.scheduler.schedule_batch import Req
-from verl_server.weight_requests import ReleaseMemoryOccupationReq
 
 
 def overlapped(**settings: Any) -> Harness:

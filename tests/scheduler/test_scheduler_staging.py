@@ -8,8 +8,8 @@ import pytest
 
 from tests.scheduler.fakes import ELSEWHERE, NOWHERE, Harness, join, prompt, serving, update
 from verl_server.errors import UnknownRegistrationError, WeightUpdateError
-from verl_server.io_struct import ControlReply, PauseGenerationReq
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import ControlReply, PauseGenerationReq
+from verl_server.messages.weight_requests import (
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.scheduler.fakes import NOWHERE, Harness, generate, join, prompt, serving, update
-from verl_server.io_struct import ContinueGenerationReq, FlushCacheReq, GetInternalStateReq, PauseGenerationReq
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import ContinueGenerationReq, FlushCacheReq, GetInternalStateReq, PauseGenerationReq
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,

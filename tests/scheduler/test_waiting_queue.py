@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import pytest
 
 from tests.scheduler.fakes import Harness, generate, prompt
-from verl_server.io_struct import FinishSessionReq, PauseGenerationReq
+from verl_server.messages.io_struct import FinishSessionReq, PauseGenerationReq
 from verl_server.scheduler import session_histories
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from verl_server import io_struct as io
-from verl_server.columns import id_list
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_readable
-from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages import io_struct as io
+from verl_server.messages.columns import id_list
+from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
 
 VOCAB = 320
 INFO: dict[str, Any] = {

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
 from verl_server.server import tokenizer_manager
 from verl_server.server.arrivals import Arrivals
 from verl_server.server.slices import Slices

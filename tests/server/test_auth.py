@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
 
 NORMAL, ADMIN, OPEN = "/model_info", "/flush_cache", "/health"
 

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from tests.server.conftest import Stack
-from verl_server.columns import unpack
+from verl_server.messages.columns import unpack
 
 
 def test_numbers_come_in_columns_when_asked(stack: Stack) -> None:

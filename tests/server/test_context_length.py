@@ -9,11 +9,11 @@ import pytest
 
 from tests.server.conftest import MakeStack, Stack
 from tests.server.fake_scheduler import INFO, Running
-from verl_server import columns, io_struct
-from verl_server.columns import MSGPACK
 from verl_server.engine.http_answers import FrameReader, raise_for
 from verl_server.errors import ContextLengthError, error_for_status
-from verl_server.io_struct import PROMPT_HEADER, FinishReason
+from verl_server.messages import columns, io_struct
+from verl_server.messages.columns import MSGPACK
+from verl_server.messages.io_struct import PROMPT_HEADER, FinishReason
 from verl_server.server.app import create_app
 from verl_server.server.sessions.service import SessionService
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from verl_server.errors import ServerDiedError, ServerUnavailableError
-from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from verl_server.packed_logprobs import TokenLogprobs
+from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages.packed_logprobs import TokenLogprobs
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.generation import Generation
 from verl_server.server.request_state import ReqState

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from tests.server.conftest import Stack
-from verl_server import io_struct as io
 from verl_server.errors import UnansweredError
-from verl_server.weight_requests import BeginWeightUpdateReq, EndWeightUpdateReq, UpdateWeightsFromDiskReq
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import BeginWeightUpdateReq, EndWeightUpdateReq, UpdateWeightsFromDiskReq
 
 UPDATE = UpdateWeightsFromDiskReq(model_path="/new")
 SILENT: Callable[[Any], None] = lambda message: None  # noqa: E731

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server import io_struct as io
-from verl_server.weight_requests import (
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,

@@ -11,9 +11,10 @@ import pytest
 
 from tests.engine.restartable_server import Server
 from tests.server.conftest import Stack
-from verl_server import BadRequestError, HttpServerEngineAdapter, columns
+from verl_server import BadRequestError, HttpServerEngineAdapter
 from verl_server.engine.http_answers import generate_content, pack_prompts
-from verl_server.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES, TokenizedGenerateReq
+from verl_server.messages import columns
+from verl_server.messages.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES, TokenizedGenerateReq
 from verl_server.server.slices import Slices
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
 from verl_server.server.pause_watch import Pause, PauseWatch
 
 BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from verl_server import columns
-from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages import columns
+from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.models.tiny import byte_tokenizer
-from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.request_state import ReqState
 from verl_server.server.stop_regex import StopRegexes

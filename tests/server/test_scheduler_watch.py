@@ -10,10 +10,10 @@ import pytest
 
 from tests.server.conftest import MakeStack, Stack
 from verl_server.errors import ServerDiedError
-from verl_server.io_struct import GetInternalStateReq
+from verl_server.messages.io_struct import GetInternalStateReq
+from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.server import scheduler_watch
 from verl_server.server.generate_request import GenerateReqInput
-from verl_server.weight_requests import UpdateWeightsFromTensorReq
 
 
 @pytest.fixture(autouse=True)

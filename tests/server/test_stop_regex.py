@@ -11,7 +11,7 @@ from tests.server.conftest import MakeStack, Stack
 from tests.server.test_tokenizer_manager import run
 from verl_server import ServerArgs
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.models.tiny import byte_tokenizer
 from verl_server.server import stop_regex
 from verl_server.server.detokenizer import OutputText

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server import io_struct as io
 from verl_server.errors import (
     BadRequestError,
     ControlTimeoutError,
@@ -20,9 +19,10 @@ from verl_server.errors import (
     ServerUnavailableError,
     VerlServerError,
 )
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq, UpdateWeightVersionReq
 from verl_server.server.bad_words import bad_words_ids
 from verl_server.server.generate_request import GenerateReqInput
-from verl_server.weight_requests import UpdateWeightsFromTensorReq, UpdateWeightVersionReq
 
 
 async def _result(stack: Stack, **body: Any) -> Any:

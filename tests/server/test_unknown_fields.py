@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Stack
-from verl_server.io_struct import AbortReq
+from verl_server.messages.io_struct import AbortReq
 from verl_server.web.json_body import MOST_NAMES
 
 HEADER = "x-verl-unknown-fields"

@@ -15,9 +15,9 @@ from tests.scheduler.fakes import Harness
 from tests.server.conftest import MakeStack, Stack
 from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.fakes import Ranks
-from verl_server import io_struct as io
 from verl_server.errors import BadRequestError
-from verl_server.weight_requests import (
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import (
     GetWeightsByNameReq,
     InitWeightsUpdateGroupReq,
     ReleaseMemoryOccupationReq,

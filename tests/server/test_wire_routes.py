@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Stack
-from verl_server import io_struct as io
-from verl_server.weight_requests import GetWeightsByNameReq
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import GetWeightsByNameReq
 
 TEXT = "text/plain"
 SUCCESS = {"success": bool, "message": str}

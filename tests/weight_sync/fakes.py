@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 
 from verl_server.errors import VerlServerError
-from verl_server.io_struct import ControlReply
+from verl_server.messages.io_struct import ControlReply
+from verl_server.messages.weight_requests import StagedReq
 from verl_server.models.loader import WeightMap, WeightSlot
 from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import StagedReq
 from verl_server.worker.agreement import agree
 from verl_server.worker.stager import UNLIKE_NAMES, digest_of_names
 from verl_server.worker.weight_sources import WeightSources, needs_staging

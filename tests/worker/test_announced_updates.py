@@ -12,7 +12,7 @@ import torch
 from tests.weight_sync.fakes import EMBED, NORM, SHAPES, K, Q, Ranks, random_weights
 from tests.weight_sync.prime_rl_trainer import StateDict, broadcasts, layers
 from verl_server.errors import WeightUpdateError
-from verl_server.weight_requests import InitWeightsUpdateGroupReq, UpdateWeightsFromDistributedReq
+from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq, UpdateWeightsFromDistributedReq
 from verl_server.weight_sync.group.broadcast import init_weights_update_group
 from verl_server.weight_sync.group.group_connection import in_thread
 from verl_server.worker import weight_groups

@@ -17,7 +17,7 @@ from tests.weight_sync.fakes import EMBED, NORM, O_PROJ, SHAPES, Q, Ranks, rando
 from tests.worker import test_weight_groups
 from tests.worker.test_weight_fuzz import WeighedHarness
 from tests.worker.test_weight_groups import NBYTES, Trainer, init, update
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     RegisterWeightsReq,

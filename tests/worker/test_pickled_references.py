@@ -18,9 +18,9 @@ from tests.scheduler.fakes import prompt
 from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.fakes import NORM, random_weights
 from tests.worker.test_weight_fuzz import WeighedHarness
-from verl_server.io_struct import PauseGenerationReq, WithdrawReq
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import PauseGenerationReq, WithdrawReq
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     ReleaseMemoryOccupationReq,
     UpdateWeightsFromDiskReq,

@@ -23,8 +23,8 @@ from tests.parity.mixed_requests import FEATURES
 from tests.parity.mixed_runs import Judged, Requests, Run, expect_same_ids
 from tests.worker.test_memory_account import FakeGpu
 from tests.worker.test_model_runner import LonelyRank
-from verl_server.io_struct import ContinueGenerationReq, PauseGenerationReq
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.io_struct import ContinueGenerationReq, PauseGenerationReq
 from verl_server.models import triton_attention
 from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import PagedBackend

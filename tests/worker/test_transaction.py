@@ -11,7 +11,7 @@ import torch
 
 from tests.weight_sync.described import Trainer, described
 from tests.weight_sync.fakes import EMBED, NORM, O_PROJ, SHAPES, K, Q, Ranks, random_weights
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     RegisterWeightsReq,

@@ -30,7 +30,8 @@ from tests.weight_sync import described
 from tests.weight_sync.fakes import SHAPES, FakeRunner, random_weights
 from verl_server.errors import VerlServerError
 from verl_server.grammar.source import Grammar, translate
-from verl_server.io_struct import (
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.io_struct import (
     BatchTokenIDOut,
     ContinueGenerationReq,
     ControlReply,
@@ -40,9 +41,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
     WithdrawReq,
 )
-from verl_server.ipc.tp_group import TpGroup
-from verl_server.sampling_params import SamplingParams
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     RegisterWeightsReq,
@@ -54,6 +53,7 @@ from verl_server.weight_requests import (
     UpdateWeightsFromTensorReq,
     WeightsCheckerReq,
 )
+from verl_server.sampling_params import SamplingParams
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.worker.stager import Staged, discard
 from verl_server.worker.tp_worker import TpWorker

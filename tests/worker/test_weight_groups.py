@@ -11,7 +11,7 @@ import torch
 
 from tests.weight_sync.fakes import EMBED, NORM, SHAPES, Ranks, random_weights
 from verl_server.errors import ControlTimeoutError, WeightUpdateError
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,

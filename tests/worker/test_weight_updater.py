@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.weight_sync.fakes import EMBED, NORM, O_PROJ, SHAPES, Q, Ranks, random_weights
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     GetWeightsByNameReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,

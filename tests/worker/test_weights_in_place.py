@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 
 from tests.parity.harness import make_runner
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.models.tiny import make_model_folder
-from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
 )
+from verl_server.models.tiny import make_model_folder
+from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.trainer.sender import describe_tensors
 from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.weight_sources import WeightSources

@@ -12,7 +12,7 @@ from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.described import Trainer as SharedTrainer
 from tests.weight_sync.described import described, split_over
 from tests.weight_sync.fakes import EMBED, NORM, O_PROJ, SHAPES, K, Q, Ranks, random_weights
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     RegisterWeightsReq,

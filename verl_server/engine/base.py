@@ -14,14 +14,14 @@ from typing import Any, Literal, Self, Unpack, overload
 from verl_server.engine.options import GenerateOptions, check_names
 from verl_server.engine.weights import EngineWeights
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     ContinueGenerationReq,
     FlushCacheReq,
     GetInternalStateReq,
     PauseGenerationReq,
     PauseMode,
 )
-from verl_server.results import GenerateResult, InternalState, ModelInfo, SchedulerInfo, ServerInfo
+from verl_server.messages.results import GenerateResult, InternalState, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server_args import ServerArgs
 
 Result = GenerateResult | list[GenerateResult]

@@ -35,7 +35,9 @@ from verl_server.errors import (
     ServerUnavailableError,
     VerlServerError,
 )
-from verl_server.io_struct import (
+from verl_server.ipc.child_process import ChildProcess
+from verl_server.ipc.descriptors import raise_descriptor_limit
+from verl_server.messages.io_struct import (
     AbortReq,
     AcceptRestartReq,
     ControlReply,
@@ -45,11 +47,8 @@ from verl_server.io_struct import (
     StartProfileReq,
     StopProfileReq,
 )
-from verl_server.ipc.child_process import ChildProcess
-from verl_server.ipc.descriptors import raise_descriptor_limit
-from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
-from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import (
+from verl_server.messages.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
+from verl_server.messages.weight_requests import (
     UnregisterWeightsReq,
     UpdateMode,
     UpdateReq,
@@ -57,6 +56,7 @@ from verl_server.weight_requests import (
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
 )
+from verl_server.server_args import ServerArgs
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,14 @@ import httpx
 import msgspec
 import orjson
 
-from verl_server import columns, errors
-from verl_server.columns import MSGPACK, unpack
+from verl_server import errors
 from verl_server.engine.base import Result
 from verl_server.engine.http_connection import Answer
 from verl_server.errors import BadRequestError, VerlServerError, error_for_status
 from verl_server.files.json_values import dumps
-from verl_server.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES, ControlReply
+from verl_server.messages import columns
+from verl_server.messages.columns import MSGPACK, unpack
+from verl_server.messages.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES, ControlReply
 
 _FAULTS = (
     "ServerDiedError",

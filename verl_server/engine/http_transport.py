@@ -18,7 +18,6 @@ from typing import Any, cast
 import httpx
 import orjson
 
-from verl_server.columns import MSGPACK, unpack
 from verl_server.engine.base import Result
 from verl_server.engine.http_answers import (
     FrameReader,
@@ -38,9 +37,10 @@ from verl_server.errors import (
     UnansweredError,
     VerlServerError,
 )
-from verl_server.io_struct import INSTANCE_HEADER
 from verl_server.ipc.child_process import ChildProcess, describe_exit
-from verl_server.results import GenerateResult, ServerInfo
+from verl_server.messages.columns import MSGPACK, unpack
+from verl_server.messages.io_struct import INSTANCE_HEADER
+from verl_server.messages.results import GenerateResult, ServerInfo
 
 _GENERATE = "/generate"
 CLOSE_SESSION = "/close_session"

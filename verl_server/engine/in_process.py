@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from verl_server.engine.base import EngineBase, Result
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerUnavailableError
-from verl_server.io_struct import ControlReply, ControlReq
-from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
+from verl_server.messages.io_struct import ControlReply, ControlReq
+from verl_server.messages.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.launch import EngineProcesses, wait_for_followers
 from verl_server.server_args import ServerArgs

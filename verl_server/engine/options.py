@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_requests import UpdateMode
+from verl_server.messages.weight_requests import UpdateMode
 
 
 class GenerateOptions(TypedDict, total=False):

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 
 from verl_server.errors import ServerRestartedError
-from verl_server.io_struct import EXPECTED_INSTANCE_HEADER
+from verl_server.messages.io_struct import EXPECTED_INSTANCE_HEADER
 
 
 class ServerInstance:

@@ -28,10 +28,10 @@ from verl_server.engine.placement import (
 from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ServerUnavailableError
-from verl_server.io_struct import PauseMode
-from verl_server.results import GenerateResult, ServerInfo
+from verl_server.messages.io_struct import PauseMode
+from verl_server.messages.results import GenerateResult, ServerInfo
+from verl_server.messages.weight_requests import UpdateMode
 from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import UpdateMode
 from verl_server.weight_sync.handles import LocalSerializedTensor
 from verl_server.weight_sync.trainer.pusher import Origin, Push, WeightPusher
 from verl_server.weight_sync.trainer.sender import Mapping

@@ -16,8 +16,8 @@ import msgspec
 
 from verl_server.engine.options import PushOptions, TensorUpdateOptions, UpdateOptions, check_names
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError, error_for_status
-from verl_server.io_struct import ControlReply, ControlReq
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import ControlReply, ControlReq
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,

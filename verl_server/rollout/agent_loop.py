@@ -21,7 +21,7 @@ import uvloop
 from verl_server.engine.base import EngineBase
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
-from verl_server.results import SchedulerInfo
+from verl_server.messages.results import SchedulerInfo
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.renderer import Renderer, TokenizerRenderer

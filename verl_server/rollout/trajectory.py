@@ -18,7 +18,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import decode_json, numbered_lines
 from verl_server.files.json_values import jsonable
-from verl_server.session_types import PolicyLogprobs
+from verl_server.messages.session_types import PolicyLogprobs
 
 
 class StopReason(StrEnum):

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from verl_server.errors import VerlServerError
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
@@ -23,10 +23,7 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     QueuedReq,
 )
-from verl_server.scheduler.engine_loop import EngineLoop
-from verl_server.scheduler.pauses import Pauses
-from verl_server.scheduler.transaction_fence import TransactionFence
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     ENDING_REQS,
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
@@ -42,6 +39,9 @@ from verl_server.weight_requests import (
     UpdateWeightVersionReq,
     WeightReq,
 )
+from verl_server.scheduler.engine_loop import EngineLoop
+from verl_server.scheduler.pauses import Pauses
+from verl_server.scheduler.transaction_fence import TransactionFence
 from verl_server.worker.weight_sources import needs_staging
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sized
 from typing import Any, Protocol
 
 from verl_server.errors import VerlServerError
-from verl_server.io_struct import ControlReply, SchedulerOutput
-from verl_server.weight_requests import StagedReq, WeightReq
+from verl_server.messages.io_struct import ControlReply, SchedulerOutput
+from verl_server.messages.weight_requests import StagedReq, WeightReq
 
 
 class Planner(Protocol):

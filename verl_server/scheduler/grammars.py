@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import GrammarTokenizer
+from verl_server.messages.io_struct import GrammarTokenizer
 from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.scheduler.schedule_batch import Req
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_server.io_struct import ControlReply, PauseGenerationReq
+from verl_server.messages.io_struct import ControlReply, PauseGenerationReq
 from verl_server.scheduler.engine_loop import EngineLoop
 
 

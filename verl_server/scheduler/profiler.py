@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl_server.io_struct import ControlReply, ProfileReq, StartProfileReq
+from verl_server.messages.io_struct import ControlReply, ProfileReq, StartProfileReq
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.failure import GrammarFailedError
-from verl_server.io_struct import FinishReason
+from verl_server.messages.io_struct import FinishReason
 
 if TYPE_CHECKING:  # a server without grammars does not load llguidance
     from verl_server.grammar.compiler import Matcher

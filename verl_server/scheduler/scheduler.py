@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from verl_server.errors import BadRequestError, ContextLengthError
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     AbortReq,
     FinishReason,
     FinishReq,

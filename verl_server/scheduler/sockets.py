@@ -15,10 +15,10 @@ import time
 
 import msgspec
 
-from verl_server.columns import id_list
-from verl_server.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReq
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_writable
+from verl_server.messages.columns import id_list
+from verl_server.messages.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReq
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from verl_server.grammar.mask_executor import MaskExecutor, MaskRun, Words
-from verl_server.io_struct import FinishReason
+from verl_server.messages.io_struct import FinishReason
 from verl_server.sampling.spec import TokenMasks
 from verl_server.scheduler.request_grammar import LateMask, RequestGrammar
 from verl_server.scheduler.schedule_batch import Req

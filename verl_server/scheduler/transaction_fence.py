@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from verl_server.errors import BadRequestError, UpdateConflictError
-from verl_server.io_struct import ControlReq
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import ControlReq
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     ReleaseMemoryOccupationReq,

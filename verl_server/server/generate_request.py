@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import PROMPT_HEADER
+from verl_server.messages.io_struct import PROMPT_HEADER
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
 from verl_server.server.limits import Limits
@@ -104,7 +104,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     session_params: SessionParams | None = None
     """Continue a request of a session with the tokens of this prompt. The session records them."""
     columnar: bool = False
-    """Return token ids and log-probabilities as arrays (`verl_server.columns`). SGLang ignores this field."""
+    """Return token ids and log-probabilities as arrays (`verl_server.messages.columns`). SGLang ignores this field."""
 
     @classmethod
     def parse(cls, body: Any) -> GenerateReqInput:

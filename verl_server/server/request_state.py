@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verl_server import columns
-from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.packing import ITEM
+from verl_server.messages import columns
+from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.packing import ITEM
 from verl_server.sampling_params import PolicyLogprobs
 from verl_server.server.detokenizer import OutputText
 from verl_server.server.slices import Slices

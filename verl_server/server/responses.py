@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, SessionError, SessionUnavailableError, VerlServerError
+from verl_server.messages.columns import MSGPACK
 from verl_server.server.request_state import Write
 from verl_server.server.text_service import TextService
 from verl_server.server.text_tools import Job

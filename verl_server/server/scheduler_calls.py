@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from verl_server.errors import BadRequestError, UnansweredError, VerlServerError
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
@@ -24,15 +24,15 @@ from verl_server.io_struct import (
     SchedulerInput,
     WithdrawReq,
 )
-from verl_server.server.pause_watch import Pause
-from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     ENDING_REQS,
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     UpdateReq,
     UpdateWeightsFromDiskReq,
 )
+from verl_server.server.pause_watch import Pause
+from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

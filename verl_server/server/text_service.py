@@ -16,7 +16,7 @@ import msgspec
 
 from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES
+from verl_server.messages.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
 from verl_server.server.grammar_checks import GRAMMARS, GrammarChecks
 from verl_server.server.limits import Limits

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from verl_server import columns
 from verl_server.chat.output import OutputFormat
 from verl_server.chat.session_view import SessionView
 from verl_server.chat.templates import ChatTemplates, Message
 from verl_server.errors import BadRequestError, ContextLengthError
+from verl_server.messages import columns
 from verl_server.server.limits import Limits
 
 if TYPE_CHECKING:  # a process that checks no grammars does not load llguidance

@@ -29,7 +29,8 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.grammar.source import grammar_of
-from verl_server.io_struct import (
+from verl_server.ipc.message_socket import MessageSocket
+from verl_server.messages.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     ControlReply,
@@ -44,7 +45,6 @@ from verl_server.io_struct import (
     SchedulerOutput,
     TokenizedGenerateReq,
 )
-from verl_server.ipc.message_socket import MessageSocket
 from verl_server.sampling_params import GRAMMARS
 from verl_server.server.arrivals import Arrivals
 from verl_server.server.bad_words import bad_words_ids

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from verl_server.errors import VerlServerError, WeightUpdateError
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.weight_requests import InitWeightsUpdateGroupReq, StagedReq
+from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq, StagedReq
 from verl_server.worker.agreement import agree
 from verl_server.worker.prepared import Prepared
 

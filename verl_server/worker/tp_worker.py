@@ -14,10 +14,10 @@ import msgspec
 import torch
 
 from verl_server.errors import VerlServerError
-from verl_server.io_struct import ControlReply
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.io_struct import ControlReply
+from verl_server.messages.weight_requests import StagedReq, WeightReq
 from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec
-from verl_server.weight_requests import StagedReq, WeightReq
 from verl_server.worker.device import is_out_of_memory
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared

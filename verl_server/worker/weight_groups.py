@@ -17,8 +17,8 @@ import torch
 
 from verl_server.errors import BadRequestError, ControlTimeoutError, VerlServerError, WeightUpdateError
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq, UpdateWeightsFromDistributedReq
 from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import InitWeightsUpdateGroupReq, UpdateWeightsFromDistributedReq
 from verl_server.weight_sync.group.process_group import WeightGroup
 from verl_server.weight_sync.receiver.names import listed
 from verl_server.weight_sync.receiver.plan import UpdatePlan

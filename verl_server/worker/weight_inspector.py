@@ -15,8 +15,8 @@ import torch
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.weight_requests import GetWeightsByNameReq, WeightsCheckerReq
 from verl_server.models.loader import WeightMap
-from verl_server.weight_requests import GetWeightsByNameReq, WeightsCheckerReq
 from verl_server.weight_sync.checksum import tensor_checksums
 
 

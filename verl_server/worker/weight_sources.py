@@ -16,8 +16,7 @@ import torch
 from verl_server.errors import BadRequestError, UnknownRegistrationError, VerlServerError
 from verl_server.files.model_folder import local_folder, resolve_model_folder
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import (
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     InitWeightsUpdateGroupReq,
     RegisterWeightsReq,
@@ -27,6 +26,7 @@ from verl_server.weight_requests import (
     UpdateWeightsFromTensorReq,
     WeightReq,
 )
+from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import TensorHandle
 from verl_server.weight_sync.receiver.disk import Checkpoint
 from verl_server.weight_sync.receiver.plan import UpdatePlan

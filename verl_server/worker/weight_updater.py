@@ -30,11 +30,9 @@ from typing import Any, TypeVar
 import torch
 
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
-from verl_server.io_struct import ControlReply
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.server_args import ServerArgs
-from verl_server.web.numbers import whole_number
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import ControlReply
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
@@ -50,6 +48,8 @@ from verl_server.weight_requests import (
     WeightReq,
     WeightsCheckerReq,
 )
+from verl_server.server_args import ServerArgs
+from verl_server.web.numbers import whole_number
 from verl_server.weight_sync.receiver.names import bounded
 from verl_server.worker.agreement import agree
 from verl_server.worker.prepared import Prepared

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.attached.conftest import Start
 from verl_server import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
-from verl_server.io_struct import INSTANCE_HEADER
+from verl_server.messages.io_struct import INSTANCE_HEADER
 
 MODELS = (200, {"data": [{"id": "m", "root": "/models/m", "max_model_len": 64}]})
 

@@ -16,11 +16,11 @@ import pytest
 from tests.rollout.agents.common import FAST, Echo, player, run, says_number
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, FakeSession, fake_server
 from verl_server.errors import BadRequestError
+from verl_server.messages.session_types import CreateSession
 from verl_server.rollout.agents.output import read_lines
 from verl_server.rollout.agents.run import MAY_DIFFER, arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentSession, AgentTask, Server
 from verl_server.rollout.trajectory import StopReason, read_jsonl
-from verl_server.session_types import CreateSession
 
 _OPTIONS: dict[str, Any] = {"environment": lambda task: Echo(), "group_size": 2}
 

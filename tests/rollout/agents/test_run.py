@@ -15,11 +15,11 @@ from starlette.responses import JSONResponse
 from tests.rollout.agents.common import FAST, Echo, chat, player, run, says_number
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, fake_server
 from verl_server.errors import BadRequestError, ServerDiedError
+from verl_server.messages.session_types import CreateSession
 from verl_server.rollout.agents.run import arun_agents, session_seed
 from verl_server.rollout.agents.servers import ServerPool
 from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask, Server
 from verl_server.rollout.trajectory import StopReason
-from verl_server.session_types import CreateSession
 
 
 def _echo(task: AgentTask) -> Echo:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Stack
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}

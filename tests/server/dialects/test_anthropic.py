@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.conftest import Stack
 from tests.server.fake_scheduler import INFO, Running
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
 
 TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}{{ newline }}{% endfor %}
 {% for m in messages %}

@@ -16,7 +16,7 @@ import pytest
 
 from tests.server.conftest import MakeStack, Stack
 from tests.server.fake_scheduler import INFO
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.server.app import create_app
 from verl_server.server.sessions.service import SessionService
 

@@ -14,7 +14,7 @@ from tests.server.conftest import Stack
 from tests.server.fake_scheduler import INFO
 from tests.server.test_http_routes import events
 from verl_server.errors import SessionUnavailableError
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.server.sessions.turn_ledger import TurnLedger
 
 OWNER = {"Authorization": "Bearer owner"}

@@ -10,9 +10,9 @@ import pytest
 from tests.server.conftest import MakeStack, Stack
 from tests.server.sessions.building import caller, plan, turn
 from verl_server.errors import SessionUnavailableError
+from verl_server.messages.session_types import CreateSession
 from verl_server.server.app import create_app
 from verl_server.server.sessions.service import SessionService
-from verl_server.session_types import CreateSession
 
 OWNER = {"Authorization": "Bearer owner"}
 

@@ -16,12 +16,12 @@ from tests.server.sessions.building import Clock, caller, created, finished, nod
 from tests.server.sessions.test_routes import Owner
 from tests.steps import Steps
 from verl_server.chat.history import NODE, MessageKey, chain
+from verl_server.messages.session_types import CreateSession, RewardBody
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.limits import Bounds
 from verl_server.server.sessions.message_nodes import MessageNodes
 from verl_server.server.sessions.session import SessionCaller
 from verl_server.server.sessions.turn_ledger import TurnLedger
-from verl_server.session_types import CreateSession, RewardBody
 
 
 def run(coro: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.server.sessions.building import caller, created, ids, node, plan, turn
 from verl_server.errors import BadRequestError, SessionUnavailableError
+from verl_server.messages.session_types import CreateSession, RewardBody, SessionLimits
 from verl_server.server.sessions.journal import Journal
 from verl_server.server.sessions.journal_files import DamagedStoreError, Disk, JournalFiles
 from verl_server.server.sessions.ledger import SessionLedger
@@ -33,7 +34,6 @@ from verl_server.server.sessions.restart import restore
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.sessions.turn import sequence
 from verl_server.server.sessions.turn_ledger import TurnLedger
-from verl_server.session_types import CreateSession, RewardBody, SessionLimits
 
 HEADER = HeaderRecord(FORMAT, 100, b"t" * 16, "/model")
 

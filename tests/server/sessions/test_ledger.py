@@ -21,12 +21,12 @@ from verl_server.errors import (
     SessionNotFoundError,
     SessionUnavailableError,
 )
+from verl_server.messages.session_types import CreateSession, RewardBody, SessionLimits
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.limits import Bounds
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.sessions.turn import sequence
 from verl_server.server.sessions.turn_ledger import TurnLedger
-from verl_server.session_types import CreateSession, RewardBody, SessionLimits
 
 
 def run(coro: Any) -> Any:

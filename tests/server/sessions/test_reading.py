@@ -16,7 +16,7 @@ from tests.server.fake_scheduler import INFO
 from tests.server.sessions.building import Clock, created, floats, ids
 from verl_server.chat.session_view import NextTurn, ReplyMessage
 from verl_server.errors import BadRequestError, error_for_status
-from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES

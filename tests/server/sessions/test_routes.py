@@ -10,10 +10,10 @@ import pytest
 
 from tests.server.conftest import MakeStack, Stack
 from tests.server.sessions.building import caller, plan, turn
+from verl_server.messages.session_types import RewardBody, SessionInfo, SessionTrajectory
 from verl_server.server.app import create_app
 from verl_server.server.sessions.service import SessionService
 from verl_server.server.sessions.turn_ledger import TurnLedger
-from verl_server.session_types import RewardBody, SessionInfo, SessionTrajectory
 
 OWNER = {"Authorization": "Bearer owner"}
 

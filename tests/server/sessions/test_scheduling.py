@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.conftest import MakeStack, Stack
 from verl_server.errors import ServerDiedError
-from verl_server.io_struct import FinishSessionReq, TokenizedGenerateReq
+from verl_server.messages.io_struct import FinishSessionReq, TokenizedGenerateReq
 from verl_server.server.app import create_app
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.sessions.service import SessionService

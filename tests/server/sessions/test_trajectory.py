@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
+from verl_server.messages.session_types import Branch, PolicyLogprobs, VersionSpan
 from verl_server.server.sessions.trajectory import branches
-from verl_server.session_types import Branch, PolicyLogprobs, VersionSpan
 
 
 @dataclass

@@ -20,7 +20,7 @@ from tests.depth import at_depth
 from tests.weight_sync.group_trainer import SHAPES, tensors
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.ipc.readiness import wait_readable
-from verl_server.weight_requests import InitWeightsUpdateGroupReq
+from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq
 from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
 from verl_server.weight_sync.group.group_connection import Lifeline, in_thread
 from verl_server.weight_sync.group.process_group import WeightGroup
@@ -381,7 +381,7 @@ def test_the_member_process_ends_with_the_server() -> None:
     """The member ends even while it waits inside torch, where it does not notice that its socket was closed."""
     code = """
 import sys
-from verl_server.weight_requests import InitWeightsUpdateGroupReq
+from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq
 from verl_server.weight_sync.group.gloo_member import GlooMember
 member = GlooMember()
 print(member._process.pid, flush=True)

@@ -16,7 +16,7 @@ from tests.reserved_port import reserved_port
 from tests.weight_sync.prime_rl_trainer import broadcasts
 from tests.weight_sync.sglang_payloads import stub_modules
 from verl_server.errors import BadRequestError, WeightUpdateError
-from verl_server.weight_requests import InitWeightsUpdateGroupReq
+from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq
 from verl_server.weight_sync.group import process_group, unique_id
 from verl_server.weight_sync.group.group_connection import in_thread
 from verl_server.weight_sync.group.process_group import WeightGroup

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from verl_server.backends.process.driver import EngineDriver, NewTokens
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 
 
 @dataclass(slots=True)

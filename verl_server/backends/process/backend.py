@@ -18,7 +18,7 @@ from typing import Any
 from verl_server.backends.process.admission import Accepted, Admission
 from verl_server.backends.process.driver import EngineDriver, NewTokens, Step
 from verl_server.backends.process.engine_workers import EngineWorkers
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     ControlReply,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from verl_server.errors import VerlServerError, WeightUpdateError, error_for_status
-from verl_server.io_struct import ControlReply
-from verl_server.weight_requests import WeightReq
+from verl_server.messages.io_struct import ControlReply
+from verl_server.messages.weight_requests import WeightReq
 from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, StageCommand
 
 

@@ -21,8 +21,8 @@ from verl_server.backends.process.commands import (
 )
 from verl_server.backends.process.driver import EngineDriver
 from verl_server.errors import VerlServerError
-from verl_server.io_struct import ControlReply
-from verl_server.weight_requests import StagedReq, UpdateWeightsFromTensorReq, WeightReq
+from verl_server.messages.io_struct import ControlReply
+from verl_server.messages.weight_requests import StagedReq, UpdateWeightsFromTensorReq, WeightReq
 from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, StageCommand
 
 WEIGHT_COMMAND = "verl_command"

@@ -18,10 +18,10 @@ from verl_server.backends.process.commands import (
     WorkerReply,
 )
 from verl_server.errors import VerlServerError
-from verl_server.io_struct import ControlReply
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.io_struct import ControlReply
+from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.worker.stager import Stager
 from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, StageCommand
 from verl_server.worker.updated_model import UpdatedModel

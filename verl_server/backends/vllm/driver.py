@@ -21,7 +21,7 @@ from verl_server.backends.vllm.sampling import UNSUPPORTED, refusal, sampling_pa
 from verl_server.backends.vllm.settings import engine_settings, set_environment
 from verl_server.backends.vllm.versions import check_installed
 from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError, ServerDiedError
-from verl_server.io_struct import FinishReason, TokenizedGenerateReq
+from verl_server.messages.io_struct import FinishReason, TokenizedGenerateReq
 from verl_server.server_args import ServerArgs
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.sampling_params import TOP_K_ALL
 
 _SEED_MASK = (1 << 63) - 1

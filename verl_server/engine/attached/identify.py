@@ -14,7 +14,7 @@ from verl_server.engine.http_connection import Answer
 from verl_server.engine.http_transport import HttpTransport
 from verl_server.engine.server_address import path_remedy
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import INSTANCE_HEADER
+from verl_server.messages.io_struct import INSTANCE_HEADER
 
 
 def identify(transport: HttpTransport, url: str) -> AttachedServer | None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_server.engine.base import Result
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import ControlReply, ControlReq
-from verl_server.results import GenerateResult, ModelInfo, ServerInfo
-from verl_server.weight_requests import UpdateReq, UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq
+from verl_server.messages.io_struct import ControlReply, ControlReq
+from verl_server.messages.results import GenerateResult, ModelInfo, ServerInfo
+from verl_server.messages.weight_requests import UpdateReq, UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq
 
 if TYPE_CHECKING:
     import torch

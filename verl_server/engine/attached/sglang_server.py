@@ -15,7 +15,7 @@ from verl_server.engine.attached.server import refuse_options
 from verl_server.engine.http_answers import control_reply, raise_for
 from verl_server.engine.http_transport import HttpTransport
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     ControlReply,
@@ -23,8 +23,8 @@ from verl_server.io_struct import (
     FlushCacheReq,
     PauseGenerationReq,
 )
-from verl_server.results import ModelInfo, ServerInfo
-from verl_server.weight_requests import (
+from verl_server.messages.results import ModelInfo, ServerInfo
+from verl_server.messages.weight_requests import (
     DestroyWeightsUpdateGroupReq,
     GetWeightsByNameReq,
     InitWeightsUpdateGroupReq,

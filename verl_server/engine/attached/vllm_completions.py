@@ -16,7 +16,7 @@ from typing import Any
 from verl_server.engine.base import Result
 from verl_server.engine.http_transport import HttpTransport
 from verl_server.errors import BadRequestError
-from verl_server.results import GenerateResult
+from verl_server.messages.results import GenerateResult
 from verl_server.sampling_params import GRAMMARS, TOP_K_ALL, PolicyLogprobs, SamplingParams
 
 _ROUTE = "/v1/completions"

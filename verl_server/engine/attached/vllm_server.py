@@ -18,7 +18,7 @@ from verl_server.engine.attached.vllm_completions import VllmCompletions
 from verl_server.engine.http_answers import raise_for
 from verl_server.engine.http_transport import HttpTransport
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
@@ -26,9 +26,8 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     PauseMode,
 )
-from verl_server.results import ModelInfo, ServerInfo
-from verl_server.web.numbers import whole_number
-from verl_server.weight_requests import (
+from verl_server.messages.results import ModelInfo, ServerInfo
+from verl_server.messages.weight_requests import (
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateReq,
@@ -36,6 +35,7 @@ from verl_server.weight_requests import (
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
 )
+from verl_server.web.numbers import whole_number
 
 if TYPE_CHECKING:
     from verl_server.engine.attached.server import NamedTensors

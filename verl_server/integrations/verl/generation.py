@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_server.errors import BadRequestError, ContextLengthError, VerlServerError
 from verl_server.integrations.verl.settings import ServingOptions, parse_version
-from verl_server.results import GenerateResult, MetaInfo
+from verl_server.messages.results import GenerateResult, MetaInfo
 from verl_server.sampling_params import SamplingParams
 
 _RENAMED = {

@@ -23,6 +23,7 @@ from verl_server.errors import (
     SessionNotFoundError,
     VerlServerError,
 )
+from verl_server.messages.session_types import CreatedSession, CreateSession, ForcedMode, SessionInfo, SessionLimits
 from verl_server.rollout.agents import rewards
 from verl_server.rollout.agents.gateway import EnvironmentGateway, GuardedEnvironment, Referee
 from verl_server.rollout.agents.program import run_program
@@ -38,7 +39,6 @@ from verl_server.rollout.agents.types import (
 from verl_server.rollout.environment import EnvError, EnvTimeoutError
 from verl_server.rollout.launched import Exit
 from verl_server.rollout.trajectory import StopReason
-from verl_server.session_types import CreatedSession, CreateSession, ForcedMode, SessionInfo, SessionLimits
 
 T = TypeVar("T")
 

@@ -30,9 +30,9 @@ from verl_server.files.durable import make_folder, replace_file, write_file
 from verl_server.files.json_files import decode_json, numbered_lines
 from verl_server.files.json_values import jsonable
 from verl_server.files.run_output import check_settings, claim_folder, plain, recorded, store_settings, stored_settings
+from verl_server.messages.session_types import Branch
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
-from verl_server.session_types import Branch
 
 logger = logging.getLogger(__name__)
 

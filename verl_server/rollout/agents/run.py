@@ -23,6 +23,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.run_output import location
+from verl_server.messages.session_types import ForcedMode
 from verl_server.rollout.agents.episode import AgentPlayer, Progress
 from verl_server.rollout.agents.gateway import EnvironmentGateway
 from verl_server.rollout.agents.output import RunFolder, episode_trajectories, settings_id
@@ -42,7 +43,6 @@ from verl_server.rollout.running_loop import refuse_running_loop
 from verl_server.rollout.trajectory import StopReason, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.sampling_params import SamplingParams
-from verl_server.session_types import ForcedMode
 
 _TIME = "a bound of time ends an episode without a reward, and changes no other one"
 MAY_DIFFER = {

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Sequence
 
 from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError
 from verl_server.files.run_output import location
+from verl_server.messages.session_types import CreatedSession, CreateSession
 from verl_server.rollout.agents.sessions_client import SessionsClient
 from verl_server.rollout.agents.types import Server
-from verl_server.session_types import CreatedSession, CreateSession
 
 logger = logging.getLogger(__name__)
 

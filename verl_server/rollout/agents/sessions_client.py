@@ -23,8 +23,8 @@ from verl_server.errors import (
     error_for_status,
 )
 from verl_server.files.json_values import jsonable
-from verl_server.io_struct import INSTANCE_HEADER
-from verl_server.session_types import (
+from verl_server.messages.io_struct import INSTANCE_HEADER
+from verl_server.messages.session_types import (
     CreatedSession,
     CreateSession,
     FinishBody,

@@ -11,10 +11,10 @@ import msgspec
 
 from verl_server.engine.http_clients import aiohttp_transport, certificates
 from verl_server.errors import BadRequestError
+from verl_server.messages.session_types import SessionTrajectory
 from verl_server.rollout.environment import check_seconds
 from verl_server.rollout.environments.text import TextEnvironment
 from verl_server.rollout.trajectory import StopReason, Trajectory
-from verl_server.session_types import SessionTrajectory
 
 if TYPE_CHECKING:
     from verl_server.rollout.agents.gateway import GuardedEnvironment

@@ -15,13 +15,13 @@ from itertools import islice
 from typing import Protocol
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError
+from verl_server.messages.session_types import CreateSession, RewardBody, SessionState
 from verl_server.server.sessions.limits import Bounds, check_new, check_reward, check_text
 from verl_server.server.sessions.records import DeleteRecord, FinishRecord, Record, RewardRecord, SessionRecord
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.store import MemoryStore, Store
 from verl_server.server.sessions.table import SessionTable, hash_of_key
 from verl_server.server.slices import Slices
-from verl_server.session_types import CreateSession, RewardBody, SessionState
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from verl_server.errors import BadRequestError, ContextLengthError, SessionLimitError, SessionUnavailableError
+from verl_server.messages.session_types import CreateSession, RewardBody
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.sessions.session import Session
-from verl_server.session_types import CreateSession, RewardBody
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _METADATA_BYTES = 16 * 1024

@@ -19,7 +19,7 @@ import msgspec
 
 from verl_server.chat.session_view import CompletionText
 from verl_server.errors import VerlServerError
-from verl_server.session_types import ForcedMode, History, PolicyLogprobs, SessionLimits
+from verl_server.messages.session_types import ForcedMode, History, PolicyLogprobs, SessionLimits
 
 FORMAT = 2
 FRAME = struct.Struct("<II")

@@ -18,10 +18,10 @@ import msgspec
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 
-from verl_server import columns
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, ContextLengthError, VerlServerError
-from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages import columns
+from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.sampling_params import EDITS, FILTERS, SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generation import Generation, failure

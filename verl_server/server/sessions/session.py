@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from verl_server.chat.session_view import NextTurn
+from verl_server.messages.session_types import SessionInfo, SessionLimits, SessionState, TurnInfo
 from verl_server.server.sessions.message_nodes import MessageNodes
 from verl_server.server.sessions.records import RewardRecord, SessionRecord
 from verl_server.server.sessions.turn import ABORTED, DELIVERED, RESAMPLED, Turn
 from verl_server.server.slices import Slices
-from verl_server.session_types import SessionInfo, SessionLimits, SessionState, TurnInfo
 
 _FIXED_BYTES = 4096
 """Bytes of a session beside what it holds."""

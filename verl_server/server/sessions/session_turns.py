@@ -17,9 +17,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server import columns
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, ContextLengthError, IdempotencyConflictError
+from verl_server.messages import columns
 from verl_server.server.generate_request import ReadRequest, SessionParams
 from verl_server.server.generation import Generation
 from verl_server.server.replay.middleware import ReplayInfo

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from verl_server.messages.session_types import ForcedMode, PolicyLogprobs
 from verl_server.sampling_params import EDITS, FILTERS
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.turn import ABORTED, DELIVERED, Turn
-from verl_server.session_types import ForcedMode, PolicyLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import Literal
 
 import msgspec
 
+from verl_server.messages.session_types import Branch, BranchKind, BranchTurn, VersionSpan
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn import common_prefix
-from verl_server.session_types import Branch, BranchKind, BranchTurn, VersionSpan
 
 
 def branches(turns: Sequence[StoredTurn], mask: Literal["once", "every"], retries: bool) -> Iterator[Branch]:

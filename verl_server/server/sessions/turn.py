@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from verl_server.chat.session_view import CompletionText, Ids32, NextTurn, ReplyFacts, ReplyMessage
+from verl_server.messages.session_types import ForcedMode, PolicyLogprobs
 from verl_server.server.sessions.records import TurnRecord
-from verl_server.session_types import ForcedMode, PolicyLogprobs
 
 IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
 """Bits of `Turn.flags`."""

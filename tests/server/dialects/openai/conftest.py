@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.conftest import Stack
 from tests.server.test_http_routes import events
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.messages.io_struct import TokenizedGenerateReq
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.dialects.openai.conftest import Caller
 from tests.server.dialects.openai.test_tools import CALL, thinking
-from verl_server.io_struct import FinishReason
+from verl_server.messages.io_struct import FinishReason
 
 __all__ = ["thinking"]
 

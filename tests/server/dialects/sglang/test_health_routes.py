@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Stack
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
 from verl_server.server.dialects.sglang import health_routes
 
 BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}

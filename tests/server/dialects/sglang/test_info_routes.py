@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Stack
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
 
 STATE: dict[str, Any] = {
     "num_running_reqs": 16, "num_waiting_reqs": 2, "num_retracted_reqs": 1, "num_used_tokens": 100,

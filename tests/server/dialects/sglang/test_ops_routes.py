@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
 
 
 @pytest.fixture

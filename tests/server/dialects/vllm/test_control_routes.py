@@ -9,11 +9,8 @@ import pytest
 
 from tests.server.conftest import MakeStack, Stack
 from tests.server.fake_scheduler import FakeScheduler
-from verl_server import io_struct as io
-from verl_server.server.dialects.vllm.sleep import Sleep
-from verl_server.server.dialects.vllm.worker_methods import METHODS
-from verl_server.server.responses import ClientDisconnectedError
-from verl_server.weight_requests import (
+from verl_server.messages import io_struct as io
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
@@ -22,6 +19,9 @@ from verl_server.weight_requests import (
     ResumeMemoryOccupationReq,
     UpdateWeightsFromDistributedReq,
 )
+from verl_server.server.dialects.vllm.sleep import Sleep
+from verl_server.server.dialects.vllm.worker_methods import METHODS
+from verl_server.server.responses import ClientDisconnectedError
 
 
 class Memory:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server import io_struct as io
+from verl_server.messages import io_struct as io
 
 ROUTE = "/inference/v1/generate"
 PARAMS = {"max_tokens": 3, "ignore_eos": True}

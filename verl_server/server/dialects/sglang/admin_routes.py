@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from verl_server.errors import BadRequestError, WeightUpdateError, error_for_status
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     AbortReq,
     AcceptRestartReq,
     ContinueGenerationReq,
@@ -21,6 +21,22 @@ from verl_server.io_struct import (
     ControlReq,
     FlushCacheReq,
     PauseGenerationReq,
+)
+from verl_server.messages.weight_requests import (
+    BeginWeightUpdateReq,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
+    GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
+    RegisterWeightsReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UnregisterWeightsReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromDistributedReq,
+    UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
+    WeightsCheckerReq,
 )
 from verl_server.server.auth import AccessRules
 from verl_server.server.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
@@ -37,22 +53,6 @@ from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import names_of_unknown
 from verl_server.web.json_convert import convert_json
-from verl_server.weight_requests import (
-    BeginWeightUpdateReq,
-    DestroyWeightsUpdateGroupReq,
-    EndWeightUpdateReq,
-    GetWeightsByNameReq,
-    InitWeightsUpdateGroupReq,
-    RegisterWeightsReq,
-    ReleaseMemoryOccupationReq,
-    ResumeMemoryOccupationReq,
-    UnregisterWeightsReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromDistributedReq,
-    UpdateWeightsFromTensorReq,
-    UpdateWeightVersionReq,
-    WeightsCheckerReq,
-)
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import ControlTimeoutError, ServerUnavailableError, VerlServerError
-from verl_server.io_struct import GetInternalStateReq
+from verl_server.messages.io_struct import GetInternalStateReq
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.operation import Operation
 from verl_server.server.responses import json_response, status_error

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from verl_server import __version__
 from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError
-from verl_server.io_struct import GetInternalStateReq
-from verl_server.results import ModelInfo, ServerInfo
+from verl_server.messages.io_struct import GetInternalStateReq
+from verl_server.messages.results import ModelInfo, ServerInfo
 from verl_server.server.dialects.vllm.config import vllm_config
 from verl_server.server.metrics import CONTENT_TYPE, gauges_text
 from verl_server.server.operation import JSON, TEXT, Operation

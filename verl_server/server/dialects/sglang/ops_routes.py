@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from verl_server.errors import BadRequestError, error_for_status
-from verl_server.io_struct import ControlReq, StartProfileReq, StopProfileReq
+from verl_server.messages.io_struct import ControlReq, StartProfileReq, StopProfileReq
 from verl_server.server.operation import BOTH, TEXT, Operation
 from verl_server.server.responses import json_response, message_error, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from verl_server.columns import MSGPACK
 from verl_server.errors import (
     BadRequestError,
     VerlServerError,
 )
-from verl_server.io_struct import PROMPT_HEADER
-from verl_server.results import GenerateResult
+from verl_server.messages.columns import MSGPACK
+from verl_server.messages.io_struct import PROMPT_HEADER
+from verl_server.messages.results import GenerateResult
 from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
 from verl_server.server.generate_request import GENERATE, GenerateReqInput
 from verl_server.server.generation import Generation

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from verl_server.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed_logprobs import TokenLogprobs
 from verl_server.server.dialects.vllm.reading import ReadInference
 from verl_server.server.request_state import ReqState
 from verl_server.server.responses import write_json

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import BadRequestError, WeightUpdateError, error_for_status
-from verl_server.io_struct import (
+from verl_server.messages.io_struct import (
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
@@ -22,6 +22,7 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     PauseMode,
 )
+from verl_server.messages.weight_requests import UpdateWeightsFromDiskReq, VersionLabel
 from verl_server.server.dialects.vllm.errors import answers_errors
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.weight_transfer import (
@@ -38,7 +39,6 @@ from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MOST_NAMES, names_of_unknown
 from verl_server.web.json_convert import convert_json
-from verl_server.weight_requests import UpdateWeightsFromDiskReq, VersionLabel
 
 S = TypeVar("S", bound=msgspec.Struct)
 

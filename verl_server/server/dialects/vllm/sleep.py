@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import ContinueGenerationReq, GetInternalStateReq, PauseGenerationReq, PauseMode
+from verl_server.messages.io_struct import ContinueGenerationReq, GetInternalStateReq, PauseGenerationReq, PauseMode
+from verl_server.messages.weight_requests import ReleaseMemoryOccupationReq, ResumeMemoryOccupationReq
 from verl_server.server.dialects.vllm.weight_transfer import CarryOut
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.weight_requests import ReleaseMemoryOccupationReq, ResumeMemoryOccupationReq
 
 _MEMORY = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
 """vLLM's tag -> ours. vLLM's CUDA graphs stay valid; ours are released with the KV cache and captured again."""

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.io_struct import ControlReply, ControlReq
-from verl_server.web.json_convert import convert_json
-from verl_server.weight_requests import (
+from verl_server.messages.io_struct import ControlReply, ControlReq
+from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
@@ -25,6 +24,7 @@ from verl_server.weight_requests import (
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
 )
+from verl_server.web.json_convert import convert_json
 from verl_server.weight_sync.handles import PickledHandles, Shape
 
 CarryOut = Callable[[ControlReq], Awaitable[ControlReply]]

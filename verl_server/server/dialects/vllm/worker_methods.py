@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import GetInternalStateReq
+from verl_server.messages.io_struct import GetInternalStateReq
+from verl_server.messages.weight_requests import UpdateWeightsFromDiskReq
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.weight_transfer import CarryOut, WeightTransfer
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import UpdateWeightsFromDiskReq
 
 
 class CollectiveRpcReq(msgspec.Struct, kw_only=True):

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.packing import pack_ids, pack_logprobs
+from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.packing import pack_ids, pack_logprobs
 
 MSGPACK = "application/msgpack"
 """Content type of a reply whose columns are raw bytes. The Accept header requests it."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from verl_server.packing import ITEM, pack_array, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from verl_server.messages.packing import ITEM, pack_array, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from verl_server.errors import VerlServerError
-from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.weight_requests import WeightReq
 from verl_server.sampling_params import SamplingParams
-from verl_server.weight_requests import WeightReq
 
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 """Treatment of running requests in a pause; see `PauseGenerationReq.mode`."""

@@ -10,9 +10,9 @@ import msgspec
 import orjson
 import pytest
 
-from verl_server.columns import unpack
-from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.columns import unpack
+from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.request_state import ReqState
 from verl_server.server.responses import json_response
