@@ -43,8 +43,8 @@ from verl_server.sampling.logprobs import PromptCandidates, TopCandidates
 from verl_server.sampling.spec import ForwardOutput
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.schedule_batch import BatchOutput, PromptLogprobState, Req
+from verl_server.server.http.responses import write_json
 from verl_server.server.request_state import ReqState
-from verl_server.server.responses import write_json
 
 VOCAB = 151_936
 _CHUNK = 1024

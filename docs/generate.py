@@ -18,7 +18,7 @@ from declarations import Class, ClassName, Field, Function, Package
 
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
-from verl_server.server.operation import Operation
+from verl_server.server.http.operation import Operation
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -207,7 +207,7 @@ def http_page(site: Site) -> None:
         "answer; `--unknown-fields refuse` answers 400. Query parameters are treated alike. Answers are JSON "
         "where nothing else is said."
     )
-    headers = importlib.import_module("verl_server.server.routing_headers").__doc__ or ""
+    headers = importlib.import_module("verl_server.server.http.routing_headers").__doc__ or ""
     page.add(
         "Headers: " + prose(headers.partition("\n\n")[2]) + " `X-Verl-Prompt-Bytes` announces "
         "[binary prompts](#binary-prompts). Each answer has `X-Verl-Instance`."
@@ -224,7 +224,7 @@ def http_page(site: Site) -> None:
     page.add_class(site.package.class_of(VLLM_SAMPLING, "VllmSamplingParams"))
     page.add("## Refused fields", "Known fields that are refused, or have no effect: [fields](fields.md).")
     page.add("## Errors", prose(site.package.module("verl_server.errors").doc))
-    page.add(prose(site.package.module("verl_server.server.responses").doc.partition("\n\n")[2]))
+    page.add(prose(site.package.module("verl_server.server.http.responses").doc.partition("\n\n")[2]))
     packed = site.package.module("verl_server.server.packed_prompts").doc
     page.add("## Binary prompts", prose(packed.partition("\n\n")[2]))
     columns = site.package.module("verl_server.messages.columns").doc

@@ -14,8 +14,8 @@ from verl_server.messages.columns import unpack
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.sampling_params import SamplingParams
+from verl_server.server.http.responses import json_response
 from verl_server.server.request_state import ReqState
-from verl_server.server.responses import json_response
 
 FULL = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [7]}
 

@@ -22,8 +22,8 @@ from verl_server.messages.packing import pack_ids, pack_logprobs, unpack_ids, un
 from verl_server.sampling.distribution import LogSoftmax
 from verl_server.sampling.logprobs import RequestedCandidates, RequestedTokens, SamplingMasks, TopCandidates
 from verl_server.sampling_params import SamplingParams
+from verl_server.server.http.responses import write_json
 from verl_server.server.request_state import ReqState
-from verl_server.server.responses import write_json
 
 
 def test_packing_is_exact() -> None:

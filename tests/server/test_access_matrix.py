@@ -11,8 +11,8 @@ import pytest
 from tests.server.conftest import MakeStack, Stack
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
-from verl_server.server.operation import Operation
-from verl_server.server.routing import Dispatch, route_of
+from verl_server.server.http.operation import Operation
+from verl_server.server.http.routing import Dispatch, route_of
 from verl_server.server.sessions.service import SessionService
 from verl_server.web.resolver import Found
 

@@ -24,7 +24,7 @@ from verl_server.server.dialects.vllm.sampling import (
     SAMPLING_WITHOUT_EFFECT,
     VllmSamplingParams,
 )
-from verl_server.server.operation import Operation
+from verl_server.server.http.operation import Operation
 from verl_server.server_args import ServerArgs
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -34,18 +34,24 @@ from verl_server.server.dialects.sglang.routes import NativeApi
 from verl_server.server.dialects.sglang.session_routes import SglangSessionApi
 from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
-from verl_server.server.instance import InstanceMiddleware
+from verl_server.server.http.instance import InstanceMiddleware
+from verl_server.server.http.operation import Operation
+from verl_server.server.http.responses import (
+    ClientDisconnectedError,
+    bad_request,
+    error_object,
+    json_response,
+    status_error,
+)
+from verl_server.server.http.routing import Dispatch, RouteMiddleware
+from verl_server.server.http.routing_headers import RoutingHeadersMiddleware
+from verl_server.server.http.unknown_fields import UnknownFieldsMiddleware
 from verl_server.server.openapi import DescriptionApi
-from verl_server.server.operation import Operation
 from verl_server.server.replay.middleware import ReplayMiddleware
-from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
-from verl_server.server.routing import Dispatch, RouteMiddleware
-from verl_server.server.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.sessions.access import SessionPathMiddleware
 from verl_server.server.sessions.service import SessionService
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server.unknown_fields import UnknownFieldsMiddleware
 from verl_server.server_args import ServerArgs
 from verl_server.web.resolver import Resolver
 

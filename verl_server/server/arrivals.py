@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.server.routing import route_of
+from verl_server.server.http.routing import route_of
 from verl_server.web.resolver import Found
 
 _NUMBER: ContextVar[int | None] = ContextVar("arrival", default=None)

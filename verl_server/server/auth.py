@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import ForbiddenError
-from verl_server.server.responses import error_headers, error_object, json_response
-from verl_server.server.routing import route_of
+from verl_server.server.http.responses import error_headers, error_object, json_response
+from verl_server.server.http.routing import route_of
 from verl_server.server.sessions.access import SessionAccess, unauthorized, without_owner_key
 from verl_server.server.sessions.table import SessionTable
 from verl_server.server_args import ServerArgs

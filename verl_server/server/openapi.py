@@ -24,10 +24,10 @@ from verl_server import __version__
 from verl_server.sampling_params import UNSUPPORTED_PARAMS, SamplingParams
 from verl_server.server.dialects.vllm.reading import InferenceRequest
 from verl_server.server.dialects.vllm.sampling import SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT, VllmSamplingParams
-from verl_server.server.field_docs import field_docs
 from verl_server.server.generate_request import GenerateReqInput
-from verl_server.server.operation import EVENTS, JSON, TEXT, Operation
-from verl_server.server.responses import encoded_response
+from verl_server.server.http.field_docs import field_docs
+from verl_server.server.http.operation import EVENTS, JSON, TEXT, Operation
+from verl_server.server.http.responses import encoded_response
 
 Schema = dict[str, Any]
 

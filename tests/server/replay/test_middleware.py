@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from tests.steps import Steps
-from verl_server.server.operation import POST, Operation
+from verl_server.server.http.operation import POST, Operation
 from verl_server.server.replay import middleware as middleware_module
 from verl_server.server.replay.middleware import ReplayMiddleware
 from verl_server.web.resolver import Found

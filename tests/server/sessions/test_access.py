@@ -58,7 +58,7 @@ def reaches(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, st
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    monkeypatch.setattr("verl_server.server.routing_headers.RoutingHeadersMiddleware.__call__", record)
+    monkeypatch.setattr("verl_server.server.http.routing_headers.RoutingHeadersMiddleware.__call__", record)
     return reached
 
 
@@ -195,7 +195,7 @@ def test_who_a_request_belongs_to(make_stack: MakeStack, monkeypatch: pytest.Mon
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    monkeypatch.setattr("verl_server.server.routing_headers.RoutingHeadersMiddleware.__call__", record)
+    monkeypatch.setattr("verl_server.server.http.routing_headers.RoutingHeadersMiddleware.__call__", record)
 
     def caller(headers: dict[str, str], prefix: str = "") -> Any:
         assert stack.post(f"{prefix}/generate", {}, headers=headers).status_code == 204

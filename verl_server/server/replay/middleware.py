@@ -28,10 +28,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError, IdempotencyConflictError, VerlServerError
+from verl_server.server.http.responses import message_error
+from verl_server.server.http.routing import route_of
 from verl_server.server.replay.answer_log import AnswerLog
 from verl_server.server.replay.entries import Entries, Entry
-from verl_server.server.responses import message_error
-from verl_server.server.routing import route_of
 from verl_server.web.bodies import Body
 from verl_server.web.numbers import whole_number
 from verl_server.web.resolver import NotServed

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError, ForbiddenError, SessionUnavailableError, UnauthorizedError
-from verl_server.server.operation import Operation
-from verl_server.server.responses import bad_request, error_headers, error_object, json_response, message_error
+from verl_server.server.http.operation import Operation
+from verl_server.server.http.responses import bad_request, error_headers, error_object, json_response, message_error
 from verl_server.server.sessions.ledger import KEY_PREFIX
 from verl_server.server.sessions.session import SessionCaller
 from verl_server.server.sessions.table import SessionTable

@@ -25,9 +25,9 @@ from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, Tokeni
 from verl_server.sampling_params import EDITS, FILTERS, SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generation import Generation, failure
+from verl_server.server.http.responses import EventStream
 from verl_server.server.replay.middleware import ReplayInfo
 from verl_server.server.request_state import ReqState
-from verl_server.server.responses import EventStream
 from verl_server.server.sessions.replies import end_token, read_reply
 from verl_server.server.sessions.session import SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn

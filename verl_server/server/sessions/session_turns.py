@@ -22,9 +22,9 @@ from verl_server.errors import BadRequestError, ContextLengthError, IdempotencyC
 from verl_server.messages import columns
 from verl_server.server.generate_request import ReadRequest, SessionParams
 from verl_server.server.generation import Generation
+from verl_server.server.http.responses import run_job, unless_disconnected
 from verl_server.server.replay.middleware import ReplayInfo
 from verl_server.server.request_state import Write
-from verl_server.server.responses import run_job, unless_disconnected
 from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ids_plan import plan_behind, plan_ids

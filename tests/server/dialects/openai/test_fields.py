@@ -11,7 +11,7 @@ from openai.types.responses import response_create_params
 
 from tests.server.dialects.openai.conftest import MESSAGES, Caller
 from verl_server.server.dialects.openai.routes import OpenAIApi
-from verl_server.server.operation import Operation
+from verl_server.server.http.operation import Operation
 from verl_server.server.sessions.service import SessionService
 from verl_server.server.sessions.session_turns import SessionTurns
 

@@ -21,7 +21,7 @@ from verl_server.messages.weight_requests import (
 )
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.worker_methods import METHODS
-from verl_server.server.responses import ClientDisconnectedError
+from verl_server.server.http.responses import ClientDisconnectedError
 
 
 class Memory:

@@ -10,8 +10,8 @@ import orjson
 
 from verl_server.chat.output import ContentDelta, Delta, OutputParser, ReasoningDelta, ToolCallDelta, joined
 from verl_server.server.dialects.anthropic.reading import ReadMessages
+from verl_server.server.http.responses import sse
 from verl_server.server.request_state import ReqState
-from verl_server.server.responses import sse
 from verl_server.server.slices import Slices
 
 _PIECE = 16 * 1024

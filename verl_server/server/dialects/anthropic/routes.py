@@ -25,13 +25,13 @@ from verl_server.server.dialects.anthropic.protocol import (
 from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
-from verl_server.server.operation import EVENTS, JSON, POST, Operation
-from verl_server.server.responses import EventStream, error_headers, json_response, read_body, unless_disconnected
+from verl_server.server.http.operation import EVENTS, JSON, POST, Operation
+from verl_server.server.http.responses import EventStream, error_headers, json_response, read_body, unless_disconnected
+from verl_server.server.http.unknown_fields import ReadBody, judge_unknown
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server.unknown_fields import ReadBody, judge_unknown
 from verl_server.server_args import ServerArgs
 
 R = TypeVar("R", bound=ReadBody)

@@ -17,8 +17,8 @@ import orjson
 from verl_server.server.dialects.openai.logprobs import LogprobWriter
 from verl_server.server.dialects.openai.protocol import CompletionRequest, OpenAIRequest
 from verl_server.server.dialects.openai.tokens import TokenTexts
+from verl_server.server.http.responses import write_json
 from verl_server.server.request_state import ReqState
-from verl_server.server.responses import write_json
 from verl_server.server.slices import Slices
 from verl_server.server.tokenizer import ModelText
 

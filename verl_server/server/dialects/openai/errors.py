@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verl_server.errors import VerlServerError
-from verl_server.server.responses import error_headers, error_object, json_response, openai_error_type
+from verl_server.server.http.responses import error_headers, error_object, json_response, openai_error_type
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """Sampling parameter in a message -> field of OpenAI's routes."""

@@ -17,8 +17,8 @@ from verl_server.server.dialects.openai.responses_items import Event, OutputItem
 from verl_server.server.dialects.openai.responses_request import ReadResponse
 from verl_server.server.dialects.openai.tokens import TokenTexts
 from verl_server.server.generation import Generation
+from verl_server.server.http.responses import sse
 from verl_server.server.request_state import ReqState
-from verl_server.server.responses import sse
 from verl_server.server.slices import Slices
 
 _PIECE = 4096

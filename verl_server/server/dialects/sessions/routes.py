@@ -29,13 +29,13 @@ from verl_server.messages.session_types import (
     SessionList,
     SessionTrajectory,
 )
-from verl_server.server.operation import JSON, POST, Operation
-from verl_server.server.responses import encoded_response, json_response, message_error, read_json
+from verl_server.server.http.operation import JSON, POST, Operation
+from verl_server.server.http.responses import encoded_response, json_response, message_error, read_json
+from verl_server.server.http.unknown_fields import refuse_unknown
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.slices import Slices
-from verl_server.server.unknown_fields import refuse_unknown
 from verl_server.web.json_body import names_of_unknown
 from verl_server.web.json_convert import convert_json
 from verl_server.web.numbers import whole_number

@@ -39,8 +39,8 @@ from verl_server.messages.weight_requests import (
     WeightsCheckerReq,
 )
 from verl_server.server.auth import AccessRules
-from verl_server.server.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
-from verl_server.server.responses import (
+from verl_server.server.http.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
+from verl_server.server.http.responses import (
     bad_request,
     error_headers,
     json_response,
@@ -48,8 +48,8 @@ from verl_server.server.responses import (
     read_json,
     unless_disconnected,
 )
+from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import names_of_unknown
 from verl_server.web.json_convert import convert_json

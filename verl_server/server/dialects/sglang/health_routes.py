@@ -15,8 +15,8 @@ from starlette.responses import Response
 from verl_server.errors import ControlTimeoutError, ServerUnavailableError, VerlServerError
 from verl_server.messages.io_struct import GetInternalStateReq
 from verl_server.server.generate_request import GenerateReqInput
-from verl_server.server.operation import Operation
-from verl_server.server.responses import json_response, status_error
+from verl_server.server.http.operation import Operation
+from verl_server.server.http.responses import json_response, status_error
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 _LIVE_SECONDS = 5.0

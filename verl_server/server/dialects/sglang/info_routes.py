@@ -15,9 +15,9 @@ from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError
 from verl_server.messages.io_struct import GetInternalStateReq
 from verl_server.messages.results import ModelInfo, ServerInfo
 from verl_server.server.dialects.vllm.config import vllm_config
+from verl_server.server.http.operation import JSON, TEXT, Operation
+from verl_server.server.http.responses import json_response
 from verl_server.server.metrics import CONTENT_TYPE, gauges_text
-from verl_server.server.operation import JSON, TEXT, Operation
-from verl_server.server.responses import json_response
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 

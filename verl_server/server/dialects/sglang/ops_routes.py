@@ -15,10 +15,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from verl_server.errors import BadRequestError, error_for_status
 from verl_server.messages.io_struct import ControlReq, StartProfileReq, StopProfileReq
-from verl_server.server.operation import BOTH, TEXT, Operation
-from verl_server.server.responses import json_response, message_error, read_json, unless_disconnected
+from verl_server.server.http.operation import BOTH, TEXT, Operation
+from verl_server.server.http.responses import json_response, message_error, read_json, unless_disconnected
+from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MOST_NAMES
 from verl_server.web.json_convert import convert_json

@@ -21,9 +21,8 @@ from verl_server.messages.results import GenerateResult
 from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
 from verl_server.server.generate_request import GENERATE, GenerateReqInput
 from verl_server.server.generation import Generation
-from verl_server.server.operation import EVENTS, JSON, TEXT, Operation
-from verl_server.server.packed_prompts import split_prompt
-from verl_server.server.responses import (
+from verl_server.server.http.operation import EVENTS, JSON, TEXT, Operation
+from verl_server.server.http.responses import (
     SSE_DONE,
     EventStream,
     bad_request,
@@ -36,10 +35,11 @@ from verl_server.server.responses import (
     status_error,
     unless_disconnected,
 )
+from verl_server.server.http.unknown_fields import judge_unknown
+from verl_server.server.packed_prompts import split_prompt
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns, session_of
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MalformedBodyError
 

@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError, VerlServerError
 from verl_server.messages.session_types import CreateSession, SessionLimits
-from verl_server.server.operation import BOTH, Operation
-from verl_server.server.responses import json_response, message_error, read_json
+from verl_server.server.http.operation import BOTH, Operation
+from verl_server.server.http.responses import json_response, message_error, read_json
+from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ledger import SessionLedger
-from verl_server.server.unknown_fields import judge_unknown
 from verl_server.web.json_body import names_of_unknown
 from verl_server.web.json_convert import convert_json
 

@@ -14,8 +14,8 @@ import orjson
 
 from verl_server.messages.packed_logprobs import TokenLogprobs
 from verl_server.server.dialects.vllm.reading import ReadInference
+from verl_server.server.http.responses import write_json
 from verl_server.server.request_state import ReqState
-from verl_server.server.responses import write_json
 from verl_server.server.slices import Slices
 
 _POSITIONS = 16

@@ -32,10 +32,10 @@ from verl_server.server.dialects.vllm.weight_transfer import (
     WeightTransfer,
 )
 from verl_server.server.dialects.vllm.worker_methods import METHODS, CollectiveRpcReq, Methods
-from verl_server.server.operation import POST, Handler, Operation
-from verl_server.server.responses import json_response, read_json, unless_disconnected
+from verl_server.server.http.operation import POST, Handler, Operation
+from verl_server.server.http.responses import json_response, read_json, unless_disconnected
+from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MOST_NAMES, names_of_unknown
 from verl_server.web.json_convert import convert_json

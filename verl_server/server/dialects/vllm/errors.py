@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import VerlServerError
-from verl_server.server.operation import Handler
-from verl_server.server.responses import error_headers, json_response
+from verl_server.server.http.operation import Handler
+from verl_server.server.http.responses import error_headers, json_response
 
 
 class ModelNotFoundError(VerlServerError):

@@ -17,8 +17,8 @@ from verl_server.server.dialects.vllm.errors import ModelNotFoundError, answers_
 from verl_server.server.dialects.vllm.reading import INFERENCE, REFUSED, WITHOUT_EFFECT, InferenceRequest
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generation import Generation
-from verl_server.server.operation import EVENTS, JSON, POST, Operation
-from verl_server.server.responses import (
+from verl_server.server.http.operation import EVENTS, JSON, POST, Operation
+from verl_server.server.http.responses import (
     SSE_DONE,
     EventStream,
     json_response,
@@ -28,10 +28,10 @@ from verl_server.server.responses import (
     sse,
     unless_disconnected,
 )
+from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server.unknown_fields import judge_unknown
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import names_of_unknown
 from verl_server.web.json_convert import convert_json

@@ -14,7 +14,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError
-from verl_server.server.responses import bad_request
+from verl_server.server.http.responses import bad_request
 from verl_server.web.first_headers import first_headers
 
 _RANK_HEADER = "X-data-parallel-rank"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_server.server.near_names import near_name
+from verl_server.server.http.near_names import near_name
 
 KNOWN = ["max_tokens", "temperature", "stop", "n", "logprobs", "top_p", "messages", "rid", "seed", "return_logprob"]
 

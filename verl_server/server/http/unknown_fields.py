@@ -21,11 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
+from verl_server.server.http.near_names import near_name
+from verl_server.server.http.operation import Operation
+from verl_server.server.http.responses import bad_request
+from verl_server.server.http.routing import route_of
 from verl_server.server.metrics import Metrics
-from verl_server.server.near_names import near_name
-from verl_server.server.operation import Operation
-from verl_server.server.responses import bad_request
-from verl_server.server.routing import route_of
 from verl_server.web.json_body import LONGEST_NAME, MOST_NAMES
 from verl_server.web.resolver import Found
 

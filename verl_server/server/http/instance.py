@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import ServerRestartedError
 from verl_server.messages.io_struct import EXPECTED_INSTANCE_HEADER, INSTANCE_HEADER
-from verl_server.server.responses import status_error
+from verl_server.server.http.responses import status_error
 from verl_server.web.first_headers import first_headers
 
 _EXPECTED = EXPECTED_INSTANCE_HEADER.lower().encode()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.server.operation import Operation
-from verl_server.server.responses import error_object, json_response
+from verl_server.server.http.operation import Operation
+from verl_server.server.http.responses import error_object, json_response
 from verl_server.web.resolver import Found, NotServed, Resolver
 
 Route = Found[Operation] | NotServed
