@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from verl_server import BadRequestError, ServerArgs, ServerLaunchError
 from verl_server.files import model_folder as folder
 from verl_server.files.model_folder import hub_problem, local_folder, resolve_model_folder
-from verl_server.server.tokenizer import ModelText
+from verl_server.server.text.tokenizer import ModelText
 
 PATHS = ["/no/such/folder", "./no", "~/no/such/folder", "runs/qwen/checkpoint-3", "no/such/", "not a valid id!!"]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.server.fake_scheduler import INFO, FakeScheduler
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.server.app import create_app
-from verl_server.server.tokenizer import ModelText
+from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 

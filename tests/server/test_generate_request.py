@@ -11,7 +11,7 @@ from verl_server.errors import BadRequestError
 from verl_server.models.tiny import byte_tokenizer
 from verl_server.server.generate_request import GenerateReqInput, Samples, read_prompts
 from verl_server.server.limits import Limits
-from verl_server.server.text_tools import ModelBounds, TextTools
+from verl_server.server.text.text_tools import ModelBounds, TextTools
 
 
 def expand(body: dict[str, Any]) -> list[Samples]:

@@ -12,7 +12,7 @@ from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.models.tiny import byte_tokenizer
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.request_state import ReqState
-from verl_server.server.stop_regex import StopRegexes
+from verl_server.server.text.stop_regex import StopRegexes
 
 TOKENIZER = byte_tokenizer()
 

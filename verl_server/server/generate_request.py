@@ -21,8 +21,8 @@ from verl_server.sampling_params import SamplingParams
 from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
 from verl_server.server.limits import Limits
 from verl_server.server.session_hints import hint_id
-from verl_server.server.stop_regex import StopRegexes
-from verl_server.server.text_tools import Ids, Job, ModelBounds, TextTools
+from verl_server.server.text.stop_regex import StopRegexes
+from verl_server.server.text.text_tools import Ids, Job, ModelBounds, TextTools
 from verl_server.web.json_body import names_of_unknown, parse_json
 from verl_server.web.json_convert import convert_json
 

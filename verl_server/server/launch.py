@@ -34,7 +34,7 @@ from verl_server.ipc.child_process import ChildProcess, child_main, describe_exi
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.sockets import bind_socket
 from verl_server.server.output_folders import check_output_folders
-from verl_server.server.tokenizer import ModelText
+from verl_server.server.text.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
 if TYPE_CHECKING:

@@ -55,8 +55,8 @@ from verl_server.messages.io_struct import PROMPT_HEADER
 from verl_server.messages.packing import ITEM
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.slices import Slices
-from verl_server.server.stop_regex import StopRegexes
-from verl_server.server.text_tools import Ids, TextTools
+from verl_server.server.text.stop_regex import StopRegexes
+from verl_server.server.text.text_tools import Ids, TextTools
 from verl_server.web.json_body import MalformedBodyError, names_of_unknown, parse_json
 from verl_server.web.numbers import whole_number
 

@@ -16,10 +16,10 @@ from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, Tokeni
 from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.messages.packing import ITEM
 from verl_server.sampling_params import PolicyLogprobs
-from verl_server.server.detokenizer import OutputText
 from verl_server.server.slices import Slices
-from verl_server.server.stop_regex import StopRegexes
-from verl_server.server.text_tools import Decoder, Ids, count_ids, pack, unpack
+from verl_server.server.text.detokenizer import OutputText
+from verl_server.server.text.stop_regex import StopRegexes
+from verl_server.server.text.text_tools import Decoder, Ids, count_ids, pack, unpack
 
 _MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 Triple = list[Any]

@@ -18,12 +18,12 @@ from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError
 from verl_server.messages.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
-from verl_server.server.grammar_checks import GRAMMARS, GrammarChecks
 from verl_server.server.limits import Limits
 from verl_server.server.packed_prompts import read_packed
-from verl_server.server.text_tools import ENCODE, Job, ModelBounds, NeedsWorkerError, TextTools
-from verl_server.server.text_workers import TextWorkers
-from verl_server.server.tokenizer import ModelText
+from verl_server.server.text.grammar_checks import GRAMMARS, GrammarChecks
+from verl_server.server.text.text_tools import ENCODE, Job, ModelBounds, NeedsWorkerError, TextTools
+from verl_server.server.text.text_workers import TextWorkers
+from verl_server.server.text.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from verl_server.server.dialects.openai.responses_request import RESPONSES
 from verl_server.server.dialects.openai.tokenizing import DETOKENIZE, TOKENIZE
 from verl_server.server.dialects.vllm.reading import INFERENCE
 from verl_server.server.generate_request import GENERATE
-from verl_server.server.grammar_checks import CHECK_GRAMMAR
 from verl_server.server.sessions.reading import in_session
-from verl_server.server.text_tools import ENCODE, Answer, Job, TextSetup, TextTools
-from verl_server.server.tokenizer import FastTokens, ModelText
+from verl_server.server.text.grammar_checks import CHECK_GRAMMAR
+from verl_server.server.text.text_tools import ENCODE, Answer, Job, TextSetup, TextTools
+from verl_server.server.text.tokenizer import FastTokens, ModelText
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MalformedBodyError
 

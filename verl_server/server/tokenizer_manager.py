@@ -47,10 +47,8 @@ from verl_server.messages.io_struct import (
 )
 from verl_server.sampling_params import GRAMMARS
 from verl_server.server.arrivals import Arrivals
-from verl_server.server.bad_words import bad_words_ids
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, Samples, check_samples
 from verl_server.server.generation import Generation
-from verl_server.server.grammar_checks import CheckedGrammar
 from verl_server.server.loop_thread import LoopThread
 from verl_server.server.metrics import Metrics, model_label
 from verl_server.server.pause_watch import PauseWatch
@@ -59,10 +57,12 @@ from verl_server.server.scheduler_calls import ControlCalls
 from verl_server.server.scheduler_watch import Child, SchedulerWatch
 from verl_server.server.session_hints import hint_id
 from verl_server.server.slices import Slices
-from verl_server.server.stop_regex import StopRegexes
+from verl_server.server.text.bad_words import bad_words_ids
+from verl_server.server.text.grammar_checks import CheckedGrammar
+from verl_server.server.text.stop_regex import StopRegexes
+from verl_server.server.text.text_tools import Ids, count_ids
+from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.text_service import TextService
-from verl_server.server.text_tools import Ids, count_ids
-from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

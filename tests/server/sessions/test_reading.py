@@ -18,21 +18,21 @@ from verl_server.chat.session_view import NextTurn, ReplyMessage
 from verl_server.errors import BadRequestError, error_for_status
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
-from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
 from verl_server.server.dialects.openai.reading import CHAT, COMPLETION
 from verl_server.server.dialects.openai.responses_request import RESPONSES
 from verl_server.server.request_state import ReqState
-from verl_server.server.session_prompt import prompt_text
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.reading import session_body
 from verl_server.server.sessions.replies import end_token, read_reply
 from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
+from verl_server.server.text.chat_prompt import ChatOutput
+from verl_server.server.text.session_prompt import prompt_text
+from verl_server.server.text.text_tools import Job, TextTools
+from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.text_service import TextService
-from verl_server.server.text_tools import Job, TextTools
 from verl_server.server.text_worker import do_job, make_tools
-from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
 CONTEXT = 2048

@@ -23,8 +23,8 @@ from starlette.types import Receive, Scope, Send
 from verl_server.errors import BadRequestError, SessionError, SessionUnavailableError, VerlServerError
 from verl_server.messages.columns import MSGPACK
 from verl_server.server.request_state import Write
+from verl_server.server.text.text_tools import Job
 from verl_server.server.text_service import TextService
-from verl_server.server.text_tools import Job
 from verl_server.web.bodies import Body
 from verl_server.web.first_headers import first_headers
 from verl_server.web.json_body import parse_json

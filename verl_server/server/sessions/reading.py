@@ -12,7 +12,7 @@ import msgspec
 
 from verl_server.chat.session_view import ReplyFacts, SessionView
 from verl_server.server.sessions.session import Session
-from verl_server.server.text_tools import Job, TextTools
+from verl_server.server.text.text_tools import Job, TextTools
 
 R = TypeVar("R")
 

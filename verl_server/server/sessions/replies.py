@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from verl_server.chat.history import reasoning_digest, reply_digest, text_digest
 from verl_server.chat.output import Delta, ParsedMessage, joined
 from verl_server.chat.session_view import CompletionText, NextTurn, ReplyMessage
-from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.request_state import ReqState
 from verl_server.server.slices import Slices
+from verl_server.server.text.chat_prompt import ChatOutput
 
 _PIECE = 4096
 """Characters that are parsed at once, which takes at most a few milliseconds."""

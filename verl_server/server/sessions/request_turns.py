@@ -23,7 +23,6 @@ from verl_server.errors import BadRequestError, ContextLengthError, VerlServerEr
 from verl_server.messages import columns
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.sampling_params import EDITS, FILTERS, SamplingParams
-from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generation import Generation, failure
 from verl_server.server.http.responses import EventStream
 from verl_server.server.replay.middleware import ReplayInfo
@@ -33,6 +32,7 @@ from verl_server.server.sessions.session import SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
+from verl_server.server.text.chat_prompt import ChatOutput
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn import OpenTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.slices import Slices
-from verl_server.server.text_tools import Job, pack, unpack
+from verl_server.server.text.text_tools import Job, pack, unpack
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 R = TypeVar("R")

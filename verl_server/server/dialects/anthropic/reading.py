@@ -10,10 +10,10 @@ from verl_server.chat.session_view import NextTurn
 from verl_server.chat.tools import read_tool_choice, read_tools
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
-from verl_server.server.chat_prompt import ChatOutput, ChatPrompt, read_chat_prompt
 from verl_server.server.dialects.anthropic.conversation import openai_tool_choice, openai_tools, read_messages
 from verl_server.server.dialects.anthropic.protocol import CountTokensRequest, MessagesRequest, parse_body
-from verl_server.server.text_tools import Ids, Job, TextTools
+from verl_server.server.text.chat_prompt import ChatOutput, ChatPrompt, read_chat_prompt
+from verl_server.server.text.text_tools import Ids, Job, TextTools
 from verl_server.web.json_body import parse_json
 
 

@@ -30,7 +30,7 @@ from verl_server.server.http.responses import EventStream, error_headers, json_r
 from verl_server.server.http.unknown_fields import ReadBody, judge_unknown
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
-from verl_server.server.text_tools import Job
+from verl_server.server.text.text_tools import Job
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 

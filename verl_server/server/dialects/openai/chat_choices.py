@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 
 from verl_server.chat.output import ContentDelta, Delta, OutputParser, ReasoningDelta, ToolCallDelta, joined
-from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.dialects.openai.choices import Choices, Progress
 from verl_server.server.dialects.openai.protocol import ChatCompletionRequest
 from verl_server.server.dialects.openai.tokens import TokenTexts
 from verl_server.server.request_state import ReqState
 from verl_server.server.slices import Slices
+from verl_server.server.text.chat_prompt import ChatOutput
 
 _PIECE = 4096
 """Characters that are parsed at once, which takes at most a few milliseconds."""

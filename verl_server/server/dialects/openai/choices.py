@@ -20,7 +20,7 @@ from verl_server.server.dialects.openai.tokens import TokenTexts
 from verl_server.server.http.responses import write_json
 from verl_server.server.request_state import ReqState
 from verl_server.server.slices import Slices
-from verl_server.server.tokenizer import ModelText
+from verl_server.server.text.tokenizer import ModelText
 
 _NO_FINISH = b',"finish_reason":null,"matched_stop":null'
 

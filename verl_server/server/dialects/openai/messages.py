@@ -9,9 +9,9 @@ import msgspec
 
 from verl_server.chat.tools import read_tool_choice, read_tools
 from verl_server.errors import BadRequestError
-from verl_server.server.chat_prompt import ChatPrompt, read_chat_prompt
 from verl_server.server.dialects.openai.protocol import OpenAIRequest
-from verl_server.server.text_tools import TextTools
+from verl_server.server.text.chat_prompt import ChatPrompt, read_chat_prompt
+from verl_server.server.text.text_tools import TextTools
 
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 """Template variables that `reasoning_effort` sets. A template reads at most some of them."""

@@ -13,7 +13,6 @@ import msgspec
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
-from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.dialects.openai.fields import (
     CHAT_REFUSED,
     COMPLETION_REFUSED,
@@ -25,8 +24,9 @@ from verl_server.server.dialects.openai.protocol import (
     at_least,
     parse_openai,
 )
-from verl_server.server.session_prompt import plan_completion, prompt_text, refuse_in_session
-from verl_server.server.text_tools import Ids, Job, TextTools
+from verl_server.server.text.chat_prompt import ChatOutput
+from verl_server.server.text.session_prompt import plan_completion, prompt_text, refuse_in_session
+from verl_server.server.text.text_tools import Ids, Job, TextTools
 from verl_server.web.json_body import parse_json
 
 _DEFAULT_COMPLETION_TOKENS = 16

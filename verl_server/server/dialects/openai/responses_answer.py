@@ -10,7 +10,6 @@ import orjson
 
 from verl_server.chat.output import ContentDelta, Delta, OutputParser, ToolCallDelta
 from verl_server.errors import VerlServerError
-from verl_server.server.detokenizer import IncrementalDetokenizer
 from verl_server.server.dialects.openai.choices import weight_versions
 from verl_server.server.dialects.openai.logprobs import LogprobWriter
 from verl_server.server.dialects.openai.responses_items import Event, OutputItems
@@ -20,6 +19,7 @@ from verl_server.server.generation import Generation
 from verl_server.server.http.responses import sse
 from verl_server.server.request_state import ReqState
 from verl_server.server.slices import Slices
+from verl_server.server.text.detokenizer import IncrementalDetokenizer
 
 _PIECE = 4096
 """Characters that are parsed at once, which takes at most a few milliseconds."""

@@ -14,12 +14,12 @@ import orjson
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
-from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.dialects.openai.constraints import response_format_schema
 from verl_server.server.dialects.openai.fields import CHAT_REFUSED
 from verl_server.server.dialects.openai.messages import effort_options, joined_parts, read_openai_prompt
 from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, at_least, parse_openai
-from verl_server.server.text_tools import Ids, Job, TextTools
+from verl_server.server.text.chat_prompt import ChatOutput
+from verl_server.server.text.text_tools import Ids, Job, TextTools
 from verl_server.web.json_body import parse_json
 
 _NO_STORE = (

@@ -11,7 +11,7 @@ from verl_server.errors import BadRequestError
 from verl_server.server.dialects.openai.messages import read_openai_prompt
 from verl_server.server.dialects.openai.protocol import parse_openai
 from verl_server.server.dialects.openai.reading import template_options
-from verl_server.server.text_tools import Job, TextTools
+from verl_server.server.text.text_tools import Job, TextTools
 from verl_server.web.json_body import parse_json
 
 TOKENIZE_REFUSED = {"return_token_strs": "use /detokenize", "return_mm_data": "only text is served"}

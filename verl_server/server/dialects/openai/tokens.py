@@ -9,7 +9,7 @@ from __future__ import annotations
 import orjson
 
 from verl_server.grammar.token_bytes import speller
-from verl_server.server.tokenizer import ModelText
+from verl_server.server.text.tokenizer import ModelText
 
 
 class TokenTexts:

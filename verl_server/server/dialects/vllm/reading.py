@@ -9,7 +9,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
-from verl_server.server.text_tools import Job, TextTools
+from verl_server.server.text.text_tools import Job, TextTools
 from verl_server.web.json_body import names_of_unknown, parse_json
 from verl_server.web.json_convert import convert_json
 

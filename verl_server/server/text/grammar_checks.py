@@ -17,8 +17,8 @@ import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.grammar.source import Grammar, translate
-from verl_server.server.text_tools import Job, TextTools
-from verl_server.server.text_workers import JobKilledError, Purpose, TextWorkers
+from verl_server.server.text.text_tools import Job, TextTools
+from verl_server.server.text.text_workers import JobKilledError, Purpose, TextWorkers
 
 _MOST_CACHED = 2**25
 """Most characters of all grammars and translations whose results are remembered."""

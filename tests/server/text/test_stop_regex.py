@@ -13,12 +13,12 @@ from verl_server import ServerArgs
 from verl_server.errors import BadRequestError
 from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.models.tiny import byte_tokenizer
-from verl_server.server import stop_regex
-from verl_server.server.detokenizer import OutputText
 from verl_server.server.generate_request import read_generate
 from verl_server.server.limits import Limits
-from verl_server.server.stop_regex import StopRegexes
-from verl_server.server.text_tools import ModelBounds, NeedsWorkerError, TextTools
+from verl_server.server.text import stop_regex
+from verl_server.server.text.detokenizer import OutputText
+from verl_server.server.text.stop_regex import StopRegexes
+from verl_server.server.text.text_tools import ModelBounds, NeedsWorkerError, TextTools
 
 _TOKENIZER = byte_tokenizer()
 

@@ -17,8 +17,8 @@ from verl_server.chat.session_view import NextTurn
 from verl_server.chat.templates import Message
 from verl_server.chat.tool_grammar import output_grammar
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
-from verl_server.server.session_prompt import plan_prompt, prompt_length, refuse_in_session
-from verl_server.server.text_tools import Ids, TextTools
+from verl_server.server.text.session_prompt import plan_prompt, prompt_length, refuse_in_session
+from verl_server.server.text.text_tools import Ids, TextTools
 
 _PROMPT_END = 64
 """Tokens at the end of a prompt of token ids in which the tag of an open reasoning is looked for."""

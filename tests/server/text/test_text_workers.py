@@ -24,11 +24,11 @@ from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.server.dialects.openai.reading import CHAT
 from verl_server.server.dialects.openai.tokenizing import DETOKENIZE, TOKENIZE
 from verl_server.server.generate_request import GENERATE
+from verl_server.server.text.text_tools import TextSetup, unpack
+from verl_server.server.text.text_workers import TextWorkers
+from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.text_service import TextService
-from verl_server.server.text_tools import TextSetup, unpack
 from verl_server.server.text_worker import make_tools
-from verl_server.server.text_workers import TextWorkers
-from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MalformedBodyError
 

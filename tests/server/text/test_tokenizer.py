@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from verl_server.errors import ServerLaunchError
 from verl_server.models.tiny import Arch, make_model_folder
-from verl_server.server import tokenizer
-from verl_server.server.tokenizer import FastTokens, ModelText
+from verl_server.server.text import tokenizer
+from verl_server.server.text.tokenizer import FastTokens, ModelText
 from verl_server.server_args import ServerArgs
 
 TEXT = "Grüße,  it's 12345 o'clock\n\n<|im_start|>now"

@@ -18,9 +18,9 @@ from tests.server.conftest import MakeStack, Stack
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.grammar.source import Grammar
 from verl_server.messages.io_struct import TokenizedGenerateReq
-from verl_server.server.grammar_checks import CheckedGrammar, GrammarChecks
-from verl_server.server.text_workers import JobKilledError, TextWorkers
-from verl_server.server.tokenizer import ModelText
+from verl_server.server.text.grammar_checks import CheckedGrammar, GrammarChecks
+from verl_server.server.text.text_workers import JobKilledError, TextWorkers
+from verl_server.server.text.tokenizer import ModelText
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from verl_server.chat.session_view import NextTurn, SessionView
 from verl_server.chat.templates import Message
 from verl_server.chat.tools import Tool
 from verl_server.errors import BadRequestError
-from verl_server.server.text_tools import TextTools
+from verl_server.server.text.text_tools import TextTools
 
 
 def plan_prompt(

@@ -28,7 +28,7 @@ from verl_server.errors import (
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_writable
-from verl_server.server.text_tools import Answer, Job, TextSetup
+from verl_server.server.text.text_tools import Answer, Job, TextSetup
 from verl_server.web.json_body import MalformedBodyError
 
 logger = logging.getLogger(__name__)

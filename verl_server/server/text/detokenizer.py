@@ -6,8 +6,8 @@ of tokens into the scheduler's messages changes no result.
 
 from __future__ import annotations
 
-from verl_server.server.stop_regex import StopRegexes
-from verl_server.server.text_tools import Decoder
+from verl_server.server.text.stop_regex import StopRegexes
+from verl_server.server.text.text_tools import Decoder
 
 _REPLACEMENT = "�"
 _MAX_HELD_TOKENS = 256

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from verl_server.models.tiny import byte_tokenizer
-from verl_server.server.detokenizer import IncrementalDetokenizer, OutputText
-from verl_server.server.stop_regex import StopRegexes
+from verl_server.server.text.detokenizer import IncrementalDetokenizer, OutputText
+from verl_server.server.text.stop_regex import StopRegexes
 
 TOKENIZER = byte_tokenizer()
 

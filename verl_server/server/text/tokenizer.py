@@ -18,9 +18,9 @@ from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError, ServerLaunchError
 from verl_server.files.json_files import convert, read_json
 from verl_server.files.model_folder import hub_problem, local_folder, resolve_model_folder
-from verl_server.server import tokenizer_pipeline
 from verl_server.server.limits import Limits
-from verl_server.server.text_tools import Decoder, ModelBounds, TextSetup
+from verl_server.server.text import tokenizer_pipeline
+from verl_server.server.text.text_tools import Decoder, ModelBounds, TextSetup
 from verl_server.server_args import ServerArgs
 
 _LARGEST_ID = 2**31 - 1
