@@ -25,11 +25,11 @@ import math
 import time
 from collections.abc import Callable
 
-from verl_server.scheduler.expected_return import ExpectedReturn
-from verl_server.scheduler.free_lists import PagePool, PageTableRows
-from verl_server.scheduler.headroom import Headroom
-from verl_server.scheduler.page_node import PageNode
-from verl_server.scheduler.radix_cache import RadixCache
+from verl_server.scheduler.cache.expected_return import ExpectedReturn
+from verl_server.scheduler.cache.free_lists import PagePool, PageTableRows
+from verl_server.scheduler.cache.headroom import Headroom
+from verl_server.scheduler.cache.page_node import PageNode
+from verl_server.scheduler.cache.radix_cache import RadixCache
 from verl_server.scheduler.reserve import Reserve
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 from verl_server.scheduler.session_histories import SessionHistories

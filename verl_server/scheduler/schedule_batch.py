@@ -24,7 +24,7 @@ from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, Tokeni
 from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.messages.packing import pack_ids
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
-from verl_server.scheduler.page_node import PageNode
+from verl_server.scheduler.cache.page_node import PageNode
 from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.worker.forward_batch import ForwardBatch
 

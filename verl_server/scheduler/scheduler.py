@@ -37,9 +37,9 @@ from verl_server.messages.io_struct import (
 )
 from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, TokenMasks
 from verl_server.scheduler.batch_planner import BatchPlanner
-from verl_server.scheduler.control_queue import ControlQueue
+from verl_server.scheduler.control.control_queue import ControlQueue
+from verl_server.scheduler.control.profiler import StepProfiler
 from verl_server.scheduler.grammars import Grammars
-from verl_server.scheduler.profiler import StepProfiler
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
 from verl_server.server_args import ServerArgs

@@ -12,9 +12,9 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
-from verl_server.scheduler.page_node import PageNode
-from verl_server.scheduler.radix_cache import RadixCache
+from verl_server.scheduler.cache.expected_return import EndedTurn, ExpectedReturn
+from verl_server.scheduler.cache.page_node import PageNode
+from verl_server.scheduler.cache.radix_cache import RadixCache
 from verl_server.scheduler.schedule_batch import Req
 
 _MOST_DROPPED = 1024

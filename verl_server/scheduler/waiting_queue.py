@@ -21,8 +21,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from verl_server.scheduler.page_node import PageNode
-from verl_server.scheduler.radix_cache import RadixCache
+from verl_server.scheduler.cache.page_node import PageNode
+from verl_server.scheduler.cache.radix_cache import RadixCache
 from verl_server.scheduler.schedule_batch import Place, Req
 
 SchedulePolicy = Literal["lpm", "fcfs"]

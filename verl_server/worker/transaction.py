@@ -1,7 +1,7 @@
 """`Transaction`: records what the calls between begin and end wrote to one rank's weights.
 
 One on every rank. The `WeightUpdater` makes, fills and settles it. A single update is a transaction of one call. Rank 0
-decides which calls a transaction admits, and when it ends: see `scheduler/transaction_fence.py`.
+decides which calls a transaction admits, and when it ends: see `scheduler/control/transaction_fence.py`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from verl_server.messages.io_struct import (
     TokenizedGenerateReq,
     WithdrawReq,
 )
-from verl_server.scheduler.control_queue import ControlQueue
+from verl_server.scheduler.control.control_queue import ControlQueue
 from verl_server.scheduler.stats import SchedulerStats
 from verl_server.server_args import ServerArgs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_server.scheduler.expected_return import EndedTurn
+from verl_server.scheduler.cache.expected_return import EndedTurn
 
 FREED = -1
 """`PageNode.page` of roots and of nodes whose page was freed."""

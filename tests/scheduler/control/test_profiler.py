@@ -11,7 +11,7 @@ import pytest
 
 from tests.scheduler.fakes import Harness
 from verl_server.messages.io_struct import StartProfileReq, StopProfileReq
-from verl_server.scheduler.profiler import StepProfiler
+from verl_server.scheduler.control.profiler import StepProfiler
 
 
 class Clock:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from verl_server.messages.io_struct import ControlReply, PauseGenerationReq
-from verl_server.scheduler.engine_loop import EngineLoop
+from verl_server.scheduler.control.engine_loop import EngineLoop
 
 
 @dataclass(slots=True)

@@ -39,9 +39,9 @@ from verl_server.messages.weight_requests import (
     UpdateWeightVersionReq,
     WeightReq,
 )
-from verl_server.scheduler.engine_loop import EngineLoop
-from verl_server.scheduler.pauses import Pauses
-from verl_server.scheduler.transaction_fence import TransactionFence
+from verl_server.scheduler.control.engine_loop import EngineLoop
+from verl_server.scheduler.control.pauses import Pauses
+from verl_server.scheduler.control.transaction_fence import TransactionFence
 from verl_server.worker.weight_sources import needs_staging
 
 logger = logging.getLogger(__name__)

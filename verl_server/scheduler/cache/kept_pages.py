@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 
-from verl_server.scheduler.page_node import PageNode
+from verl_server.scheduler.cache.page_node import PageNode
 
 
 class KeptPages:

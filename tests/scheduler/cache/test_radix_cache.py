@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from verl_server.scheduler.free_lists import PagePool
-from verl_server.scheduler.page_node import PageNode
-from verl_server.scheduler.radix_cache import RadixCache
+from verl_server.scheduler.cache.free_lists import PagePool
+from verl_server.scheduler.cache.page_node import PageNode
+from verl_server.scheduler.cache.radix_cache import RadixCache
 
 PAGE = 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.scheduler.fakes import Harness, prompt
 from verl_server.messages.io_struct import FinishReq
-from verl_server.scheduler.headroom import Headroom
+from verl_server.scheduler.cache.headroom import Headroom
 
 
 def test_it_rises_by_lost_pages_to_half_of_the_pool_and_falls_with_each_turn() -> None:

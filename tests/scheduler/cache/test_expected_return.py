@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
+from verl_server.scheduler.cache.expected_return import EndedTurn, ExpectedReturn
 
 
 def observe(returns: ExpectedReturn, turn: int, waits: list[float], lost: int) -> None:

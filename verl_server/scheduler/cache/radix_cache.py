@@ -22,10 +22,10 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from verl_server.scheduler.expected_return import ExpectedReturn
-from verl_server.scheduler.free_lists import PagePool
-from verl_server.scheduler.kept_pages import KeptPages
-from verl_server.scheduler.page_node import FREED, PageNode
+from verl_server.scheduler.cache.expected_return import ExpectedReturn
+from verl_server.scheduler.cache.free_lists import PagePool
+from verl_server.scheduler.cache.kept_pages import KeptPages
+from verl_server.scheduler.cache.page_node import FREED, PageNode
 
 
 class RadixCache:
