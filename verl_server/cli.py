@@ -90,7 +90,7 @@ def _warm_up(args: list[str]) -> int:
     gpu, others = parser.parse_known_args(args)
 
     def warm_up(server_args: ServerArgs) -> None:
-        from verl_server.worker.warm_up import warm_up
+        from verl_server.worker.startup.warm_up import warm_up
 
         print(warm_up(server_args, gpu.gpu_capability, gpu.gpu_multiprocessors))
 

@@ -14,8 +14,8 @@ from verl_server.ipc.child_process import child_main
 from verl_server.messages.weight_requests import RegisterWeightsReq, UpdateReq
 from verl_server.scheduler import process as scheduler_process
 from verl_server.weight_sync.copying.fused_copy import CopyPlan
-from verl_server.worker.weight_sources import WeightSources
-from verl_server.worker.weight_updater import WeightUpdater
+from verl_server.worker.weights.weight_sources import WeightSources
+from verl_server.worker.weights.weight_updater import WeightUpdater
 
 
 def make_holdable(tp_rank: int) -> None:

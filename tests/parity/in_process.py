@@ -22,8 +22,8 @@ from verl_server.sampling.spec import MakeMasks, SampleSpec
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.model_runner import ModelRunner, RunningStep
 from verl_server.worker.tp_worker import TpWorker
-from verl_server.worker.weight_sources import WeightSources
-from verl_server.worker.weight_updater import WeightUpdater
+from verl_server.worker.weights.weight_sources import WeightSources
+from verl_server.worker.weights.weight_updater import WeightUpdater
 
 
 class OverlappedRunner(ModelRunner):

@@ -46,9 +46,9 @@ from verl_server.scheduler.scheduler import Scheduler
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import WeightsDescription
 from verl_server.worker.forward_batch import ForwardBatch
-from verl_server.worker.prepared import Prepared
-from verl_server.worker.stager import Staged
 from verl_server.worker.tp_worker import TpWorker
+from verl_server.worker.weights.prepared import Prepared
+from verl_server.worker.weights.stager import Staged
 
 VOCAB = 1009
 _MASK = (1 << 61) - 1

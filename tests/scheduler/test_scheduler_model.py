@@ -23,8 +23,8 @@ from verl_server.scheduler.scheduler import Scheduler
 from verl_server.server_args import ServerArgs
 from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.tp_worker import TpWorker
-from verl_server.worker.weight_sources import WeightSources
-from verl_server.worker.weight_updater import WeightUpdater
+from verl_server.worker.weights.weight_sources import WeightSources
+from verl_server.worker.weights.weight_updater import WeightUpdater
 
 
 class Engine:

@@ -14,9 +14,9 @@ from verl_server.messages.weight_requests import StagedReq
 from verl_server.models.loader import WeightMap, WeightSlot
 from verl_server.server_args import ServerArgs
 from verl_server.worker.agreement import agree
-from verl_server.worker.stager import UNLIKE_NAMES, digest_of_names
-from verl_server.worker.weight_sources import WeightSources, needs_staging
-from verl_server.worker.weight_updater import WeightUpdater
+from verl_server.worker.weights.stager import UNLIKE_NAMES, digest_of_names
+from verl_server.worker.weights.weight_sources import WeightSources, needs_staging
+from verl_server.worker.weights.weight_updater import WeightUpdater
 
 T = TypeVar("T")
 

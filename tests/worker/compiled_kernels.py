@@ -20,12 +20,13 @@ from verl_server.ipc.tp_group import TpGroup
 from verl_server.kernels import compilation, dependent, gpu, sampling
 from verl_server.models import triton_attention
 from verl_server.server_args import ServerArgs
-from verl_server.worker import compile_process, graph_sizes, model_runner
-from verl_server.worker.compile_ahead import compile_request
-from verl_server.worker.compile_jobs import Job, TargetOnly, record_jobs
+from verl_server.worker import graph_sizes, model_runner
 from verl_server.worker.cuda_context import GpuKind
 from verl_server.worker.kernel_choice import KernelChoice
 from verl_server.worker.model_runner import ModelRunner
+from verl_server.worker.startup import compile_process
+from verl_server.worker.startup.compile_ahead import compile_request
+from verl_server.worker.startup.compile_jobs import Job, TargetOnly, record_jobs
 
 GPU = GpuKind(90, 132)
 

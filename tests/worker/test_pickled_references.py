@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from tests.scheduler.fakes import prompt
 from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.fakes import NORM, random_weights
-from tests.worker.test_weight_fuzz import WeighedHarness
+from tests.worker.weights.test_weight_fuzz import WeighedHarness
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.io_struct import PauseGenerationReq, WithdrawReq
 from verl_server.messages.weight_requests import (
@@ -27,8 +27,8 @@ from verl_server.messages.weight_requests import (
     UpdateWeightsFromTensorReq,
 )
 from verl_server.weight_sync.sglang.payloads import parse_payload
-from verl_server.worker.stager import Stager
 from verl_server.worker.tp_worker import TpWorker
+from verl_server.worker.weights.stager import Stager
 
 
 class StagedHarness(WeighedHarness):

@@ -14,8 +14,8 @@ from typing import Any
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.start_times import StartTimes
 from verl_server.server_args import ServerArgs
-from verl_server.worker.compile_ahead import compile_ahead
 from verl_server.worker.cuda_context import create_context
+from verl_server.worker.startup.compile_ahead import compile_ahead
 
 
 def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:

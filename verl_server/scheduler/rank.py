@@ -26,10 +26,10 @@ from verl_server.scheduler.sockets import SchedulerSockets
 from verl_server.server_args import ServerArgs
 from verl_server.worker.device import device_of, device_uuid
 from verl_server.worker.model_runner import ModelRunner
-from verl_server.worker.stager import Stager
 from verl_server.worker.tp_worker import TpWorker
-from verl_server.worker.weight_sources import WeightSources
-from verl_server.worker.weight_updater import WeightUpdater
+from verl_server.worker.weights.stager import Stager
+from verl_server.worker.weights.weight_sources import WeightSources
+from verl_server.worker.weights.weight_updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from verl_server.messages.weight_requests import StagedReq, WeightReq
 from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec
 from verl_server.worker.device import is_out_of_memory
 from verl_server.worker.forward_batch import ForwardBatch
-from verl_server.worker.prepared import Prepared
-from verl_server.worker.stager import Staged
+from verl_server.worker.weights.prepared import Prepared
+from verl_server.worker.weights.stager import Staged
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.io_struct import ControlReply
 from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.server_args import ServerArgs
-from verl_server.worker.stager import Stager
 from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, StageCommand
-from verl_server.worker.updated_model import UpdatedModel
-from verl_server.worker.weight_sources import WeightSources
-from verl_server.worker.weight_updater import WeightUpdater
+from verl_server.worker.weights.stager import Stager
+from verl_server.worker.weights.updated_model import UpdatedModel
+from verl_server.worker.weights.weight_sources import WeightSources
+from verl_server.worker.weights.weight_updater import WeightUpdater
 
 
 class WorkerCommands:

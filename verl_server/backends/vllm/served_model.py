@@ -31,7 +31,7 @@ from verl_server.models.loader import (
     iter_checkpoint,
 )
 from verl_server.server_args import ServerArgs
-from verl_server.worker.updated_model import ReleasableMemory
+from verl_server.worker.weights.updated_model import ReleasableMemory
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from verl_server.messages.weight_requests import (
 from verl_server.scheduler.control.engine_loop import EngineLoop
 from verl_server.scheduler.control.pauses import Pauses
 from verl_server.scheduler.control.transaction_fence import TransactionFence
-from verl_server.worker.weight_sources import needs_staging
+from verl_server.worker.weights.weight_sources import needs_staging
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """`TransactionFence`: decides which calls may change weights while a transaction is open, and until when it stays open.
 
-Owned by rank 0's `ControlQueue`, which checks each weight call here. Each rank's `worker/transaction.py` records what
-the calls of a transaction wrote. A transaction without an id comes from an SGLang client, and calls without an id
-belong to it. docs/scheduler-states.md has the table.
+Owned by rank 0's `ControlQueue`, which checks each weight call here. `worker/weights/transaction.py` records on each
+rank what the calls of a transaction wrote. A transaction without an id comes from an SGLang client, and calls without
+an id belong to it. docs/scheduler-states.md has the table.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class UpdatePlan:
     """A checked update whose sources are all within reach: copied once or, while their memory stays, many times.
 
     Made on one thread, committed on another, and closed by any: it holds its sources' memory open until `close`.
-    `ready`, `commit`, `nonfinite`, `confirm` and `discard` are what the loop calls, see `worker/prepared.py`.
+    `ready`, `commit`, `nonfinite`, `confirm` and `discard` are what the loop calls, see `worker/weights/prepared.py`.
     """
 
     names: list[str]

@@ -15,7 +15,7 @@ from verl_server.errors import WeightUpdateError
 from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq, UpdateWeightsFromDistributedReq
 from verl_server.weight_sync.group.broadcast import init_weights_update_group
 from verl_server.weight_sync.group.group_connection import in_thread
-from verl_server.worker import weight_groups
+from verl_server.worker.weights import weight_groups
 
 NBYTES = sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
 SIZES = pytest.mark.parametrize("size", [1, 2])

@@ -27,7 +27,7 @@ from verl_server.worker.cuda_context import GpuKind
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = ("kernels", "models", "sampling", "weight_sync/copying", "worker")
 """Folders whose modules decide which kernels are launched."""
 _SETTINGS = (
@@ -69,7 +69,7 @@ def compile_ahead(server_args: ServerArgs, gpu: GpuKind) -> ChildProcess | None:
         if Path(request.stamp).exists():
             return None
         argument = msgspec.to_builtins(request)
-        return ChildProcess("compile-ahead", "verl_server.worker.compile_process", argument)
+        return ChildProcess("compile-ahead", "verl_server.worker.startup.compile_process", argument)
     except Exception as error:  # the engine compiles what it needs
         logger.warning("Kernels cannot be compiled ahead, so first steps wait for them: %r", error)
         return None

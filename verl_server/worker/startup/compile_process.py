@@ -26,8 +26,8 @@ import msgspec
 from verl_server.ipc.child_process import child_main
 from verl_server.kernels import compilation
 from verl_server.server_args import ServerArgs
-from verl_server.worker.compile_ahead import CompileRequest, num_processes
-from verl_server.worker.compile_jobs import Job, record_jobs
+from verl_server.worker.startup.compile_ahead import CompileRequest, num_processes
+from verl_server.worker.startup.compile_jobs import Job, record_jobs
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from verl_server.errors import VerlServerError, WeightUpdateError
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq, StagedReq
 from verl_server.worker.agreement import agree
-from verl_server.worker.prepared import Prepared
+from verl_server.worker.weights.prepared import Prepared
 
 logger = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
 from verl_server.weight_sync.sglang.payloads import give_back, parse_payload
 from verl_server.weight_sync.vllm.ipc_handles import parse_ipc_handles
 from verl_server.worker.device import device_uuid
-from verl_server.worker.prepared import Done, Prepared
-from verl_server.worker.updated_model import UpdatedModel
-from verl_server.worker.weight_groups import WeightGroups, check_lists
+from verl_server.worker.weights.prepared import Done, Prepared
+from verl_server.worker.weights.updated_model import UpdatedModel
+from verl_server.worker.weights.weight_groups import WeightGroups, check_lists
 
 
 class WeightSources:

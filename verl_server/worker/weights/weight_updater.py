@@ -52,12 +52,12 @@ from verl_server.server_args import ServerArgs
 from verl_server.web.numbers import whole_number
 from verl_server.weight_sync.receiver.names import bounded
 from verl_server.worker.agreement import agree
-from verl_server.worker.prepared import Prepared
-from verl_server.worker.stager import discard
-from verl_server.worker.transaction import State, Transaction
-from verl_server.worker.updated_model import ReleasableMemory, UpdatedModel
-from verl_server.worker.weight_inspector import WeightInspector
-from verl_server.worker.weight_sources import WeightSources
+from verl_server.worker.weights.prepared import Prepared
+from verl_server.worker.weights.stager import discard
+from verl_server.worker.weights.transaction import State, Transaction
+from verl_server.worker.weights.updated_model import ReleasableMemory, UpdatedModel
+from verl_server.worker.weights.weight_inspector import WeightInspector
+from verl_server.worker.weights.weight_sources import WeightSources
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

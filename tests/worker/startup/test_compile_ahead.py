@@ -24,9 +24,9 @@ from verl_server.kernels import compilation, gpu
 from verl_server.models.tiny import make_model_folder
 from verl_server.scheduler import process
 from verl_server.server_args import ServerArgs
-from verl_server.worker import compile_ahead, warm_up
+from verl_server.worker.startup import compile_ahead, warm_up
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_one_rank_of_each_host_compiles(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_process_logs_its_failure_and_ends(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from verl_server.worker import compile_process
+    from verl_server.worker.startup import compile_process
 
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(os, "nice", lambda _: None)
@@ -198,7 +198,7 @@ def test_a_cache_without_locks_is_no_failure(cache: Path, monkeypatch: pytest.Mo
 def test_warm_up_names_what_is_missing(
     tiny_qwen3: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from verl_server.worker import compile_process
+    from verl_server.worker.startup import compile_process
 
     args = ServerArgs(model_path=str(tiny_qwen3))
     monkeypatch.setattr(warm_up, "find_gpu", lambda _: None)

@@ -23,8 +23,8 @@ from verl_server.weight_sync.group.process_group import WeightGroup
 from verl_server.weight_sync.receiver.names import listed
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
-from verl_server.worker.prepared import Announced, Done, Prepared, Received, Streamed, Window
-from verl_server.worker.updated_model import UpdatedModel
+from verl_server.worker.weights.prepared import Announced, Done, Prepared, Received, Streamed, Window
+from verl_server.worker.weights.updated_model import UpdatedModel
 
 STATE_DICTS = "state_dicts"
 """`load_format` of an update whose tensors the trainer describes in its broadcasts."""

@@ -55,10 +55,10 @@ from verl_server.messages.weight_requests import (
 )
 from verl_server.sampling_params import SamplingParams
 from verl_server.weight_sync.receiver.plan import UpdatePlan
-from verl_server.worker.stager import Staged, discard
 from verl_server.worker.tp_worker import TpWorker
-from verl_server.worker.weight_sources import WeightSources
-from verl_server.worker.weight_updater import WeightUpdater
+from verl_server.worker.weights.stager import Staged, discard
+from verl_server.worker.weights.weight_sources import WeightSources
+from verl_server.worker.weights.weight_updater import WeightUpdater
 
 Weights = dict[str, torch.Tensor]
 

@@ -14,9 +14,9 @@ from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.described import Trainer as Owner
 from tests.weight_sync.described import described, split_over
 from tests.weight_sync.fakes import EMBED, NORM, O_PROJ, SHAPES, Q, Ranks, random_weights
-from tests.worker import test_weight_groups
-from tests.worker.test_weight_fuzz import WeighedHarness
-from tests.worker.test_weight_groups import NBYTES, Trainer, init, update
+from tests.worker.weights import test_weight_groups
+from tests.worker.weights.test_weight_fuzz import WeighedHarness
+from tests.worker.weights.test_weight_groups import NBYTES, Trainer, init, update
 from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,

@@ -13,7 +13,7 @@ import pytest
 from tests.weight_sync.fakes import Board, FakeTp
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.messages.weight_requests import InitWeightsUpdateGroupReq, StagedReq, UpdateWeightsFromDiskReq
-from verl_server.worker.stager import Stager
+from verl_server.worker.weights.stager import Stager
 
 WAIT = 10.0
 

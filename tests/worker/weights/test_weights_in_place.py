@@ -21,8 +21,8 @@ from verl_server.models.tiny import make_model_folder
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.trainer.sender import describe_tensors
 from verl_server.worker.model_runner import ModelRunner
-from verl_server.worker.weight_sources import WeightSources
-from verl_server.worker.weight_updater import WeightUpdater
+from verl_server.worker.weights.weight_sources import WeightSources
+from verl_server.worker.weights.weight_updater import WeightUpdater
 
 
 class Updated:

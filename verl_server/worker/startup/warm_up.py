@@ -9,8 +9,8 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.kernels.compilation import cache_folder
 from verl_server.kernels.cpu.library import load_library
 from verl_server.server_args import ServerArgs
-from verl_server.worker.compile_ahead import compile_request, launches_triton
 from verl_server.worker.cuda_context import GpuKind, find_gpu
+from verl_server.worker.startup.compile_ahead import compile_request, launches_triton
 
 
 def warm_up(server_args: ServerArgs, capability: float | None = None, multiprocessors: int | None = None) -> str:
@@ -38,7 +38,7 @@ def warm_up(server_args: ServerArgs, capability: float | None = None, multiproce
         raise BadRequestError(f"attention_backend={server_args.attention_backend!r} has no kernels to compile ahead.")
     if importlib.util.find_spec("triton") is None:
         raise VerlServerError("Triton is not installed, so there is nothing to compile. Run pip install triton.")
-    from verl_server.worker.compile_process import compile_all
+    from verl_server.worker.startup.compile_process import compile_all
 
     done = compile_all(compile_request(server_args, gpu))
     if done.failed:

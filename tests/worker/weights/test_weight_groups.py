@@ -18,8 +18,8 @@ from verl_server.messages.weight_requests import (
     InitWeightsUpdateGroupReq,
     UpdateWeightsFromDistributedReq,
 )
-from verl_server.worker import weight_groups
-from verl_server.worker.weight_groups import ReceiveBudget
+from verl_server.worker.weights import weight_groups
+from verl_server.worker.weights.weight_groups import ReceiveBudget
 
 NBYTES = sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
 SIZES = pytest.mark.parametrize("size", [1, 2])
