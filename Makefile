@@ -55,7 +55,7 @@ test-backends: .venv-backends/.installed  ## vLLM behind the server, on the CPU:
 	touch $@
 
 test-agents: .venv-agents/.installed  ## agents of the openai and anthropic SDKs, with tokenizers and templates of released models
-	.venv-agents/bin/python -m pytest tests/rollout/environments
+	.venv-agents/bin/python -m pytest tests/rollout/environments/test_environments.py
 	cd tests/agents && ../../.venv-agents/bin/python -m pytest $(ARGS)
 
 # The vocabularies and chat templates are files of packages, some of which need much that no test here uses.

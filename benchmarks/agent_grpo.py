@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from benchmarks.curves import MEAN_OF, draw_curves
 from verl_server.rollout import charts
 from verl_server.rollout.agents.types import AgentSession, AgentTask
-from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.page import legend, page, section
 from verl_server.train.demo import make_policy_folder
 
@@ -68,7 +68,7 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     args.out.mkdir(parents=True, exist_ok=True)
     game = {"numbers": NUMBERS, "guesses": GUESSES}
-    with EnvServer("verl_server.rollout.games:GuessNumber", kwargs=game) as environment:
+    with EnvServer("verl_server.rollout.environments.games:GuessNumber", kwargs=game) as environment:
         curves = {
             (player, seed): _run(args, player, seed, environment.url)
             for seed in range(args.seeds)

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import tyro
 
 from verl_server.rollout.agents.types import AgentSession, AgentTask
-from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environments.env_server import EnvServer
 
 Player = Literal["plain", "tools", "logit_bias", "top_p"]
 ROOT = Path(__file__).parents[1]

@@ -37,7 +37,7 @@ import tyro
 
 from benchmarks.curves import COLOURS, MEAN_OF, as_file, draw_curves
 from verl_server.rollout import charts
-from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.page import legend, page, section
 from verl_server.train.checkpoints import latest_checkpoint
 
@@ -46,7 +46,7 @@ HELD_OUT = 2**30
 TASKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "sums": (f"{Path(__file__).parents[1] / 'examples' / 'sums.py'}:Sums", {}, 3, 16),
     "reasoning-gym": (
-        "verl_server.rollout.games:ReasoningGym",
+        "verl_server.rollout.environments.games:ReasoningGym",
         {"task": "chain_sum", "min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
         1,
         32,

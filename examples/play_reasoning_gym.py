@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from verl_server import Engine
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
-from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ChatRenderer
 from verl_server.rollout.trajectory import Task, summarize
@@ -37,7 +37,7 @@ def main() -> None:
 
     settings = {"task": args.task, "attempts": 2}
     with (
-        EnvServer("verl_server.rollout.games:ReasoningGym", kwargs=settings) as environment,
+        EnvServer("verl_server.rollout.environments.games:ReasoningGym", kwargs=settings) as environment,
         Engine(model_path=model_path) as engine,
         AgentLoop(
             engine,

@@ -199,7 +199,7 @@ def _env(args: list[str]) -> int:
     if args[:1] != ["serve"]:
         print("usage: verl-server env serve MODULE:CLASS [OPTIONS]", file=sys.stderr)
         return 0 if args[:1] in (["-h"], ["--help"]) else 2
-    return _delegate("env", "verl_server.rollout.env_process", args[1:])
+    return _delegate("env", "verl_server.rollout.environments.env_process", args[1:])
 
 
 def _demo(args: list[str]) -> int:

@@ -13,7 +13,7 @@ from verl_server.chat.output import OutputFormat
 from verl_server.chat.tool_grammar import output_grammar
 from verl_server.chat.tools import ToolChoice, read_tools
 from verl_server.rollout.agents.types import AgentRun, AgentTask
-from verl_server.rollout.env_factory import load_function
+from verl_server.rollout.environments.env_factory import load_function
 from verl_server.rollout.environments.named import environment_named
 from verl_server.rollout.environments.text import TextEnvironment
 

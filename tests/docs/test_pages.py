@@ -10,7 +10,7 @@ import pytest
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.models import rope_config
-from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environments.env_server import EnvServer
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -16,7 +16,7 @@ from reference import Reference
 from test_weights import check
 
 from verl_server import HttpServerEngineAdapter
-from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environments.env_server import EnvServer
 
 STEPS = 5
 MOST_SECONDS = 400

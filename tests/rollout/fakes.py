@@ -11,8 +11,8 @@ from typing import Any
 from websockets.asyncio.server import ServerConnection, serve
 
 from verl_server.ipc.sockets import bind_socket
-from verl_server.rollout.env_server import create_env_app, make_server
 from verl_server.rollout.environment import StepResult
+from verl_server.rollout.environments.env_server import create_env_app, make_server
 
 
 class FakePolicy:

@@ -28,10 +28,10 @@ from verl_server.errors import (
 )
 from verl_server.rollout import restarts
 from verl_server.rollout.agent_loop import AgentLoop
-from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvError, EnvTimeouts
+from verl_server.rollout.environments.env_server import EnvServer
+from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
-from verl_server.rollout.games import GuessNumber
 from verl_server.rollout.pace import compare_pace
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.trajectory import StopReason, Task
@@ -326,7 +326,9 @@ def engine(tiny_llama: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def game() -> Iterator[str]:
-    with EnvServer("verl_server.rollout.games:GuessNumber", kwargs={"latency": 0.001, "guesses": 3}) as server:
+    with EnvServer(
+        "verl_server.rollout.environments.games:GuessNumber", kwargs={"latency": 0.001, "guesses": 3}
+    ) as server:
         yield server.url
 
 
@@ -419,7 +421,7 @@ def test_a_real_environment_server_that_dies(engine: Engine, tiny_llama: Path) -
     start = time.monotonic()
     limits = Limits(max_turns=3, max_new_tokens=1)
     with (
-        EnvServer("verl_server.rollout.games:GuessNumber", kwargs={"latency": 5.0}) as server,
+        EnvServer("verl_server.rollout.environments.games:GuessNumber", kwargs={"latency": 5.0}) as server,
         AgentLoop(engine, server.url, renderer, limits=limits) as loop,
     ):
         threading.Timer(0.5, server.shutdown).start()

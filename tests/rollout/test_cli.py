@@ -14,8 +14,8 @@ import pytest
 from verl_server.cli import main
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.rollout.cli import RolloutArgs
-from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnvironment
+from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.trajectory import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_no_example_shadows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES)
 
     async def main() -> None:
-        with EnvServer("verl_server.rollout.games:ReasoningGym", kwargs={"task": "chain_sum"}) as server:
+        with EnvServer("verl_server.rollout.environments.games:ReasoningGym", kwargs={"task": "chain_sum"}) as server:
             async with RemoteEnvironment(server.url) as environment:
                 assert (await environment.reset(1)).observation["text"]
 

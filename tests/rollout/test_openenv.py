@@ -10,8 +10,8 @@ import pytest
 from tests.rollout.fakes import env_server
 from tests.rollout.test_environment import Counter
 from verl_server.ipc.sockets import bind_socket
-from verl_server.rollout.env_server import make_server
 from verl_server.rollout.environment import EnvError, RemoteEnvironment
+from verl_server.rollout.environments.env_server import make_server
 
 pytest.importorskip("openenv", reason="needs openenv-core (extra `openenv`)")
 

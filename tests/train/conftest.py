@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl_server.ipc.child_process import ChildProcess
-from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.server_args import ServerArgs
 from verl_server.train.demo import make_policy_folder

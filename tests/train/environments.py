@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_server.rollout.games import GuessNumber
+from verl_server.rollout.environments.games import GuessNumber
 
 
 class FailingGame(GuessNumber):

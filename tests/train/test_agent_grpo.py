@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask
-from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train import agent_groups
 from verl_server.train.demo import make_policy_folder
@@ -154,7 +154,7 @@ def test_a_run_with_the_openai_sdk_trains_on_every_branch(
     out = tmp_path / "run"
     command = ["--model-path", str(chat_folder), "--out", str(out), "--steps", "3", *FAST, "--max-turns", "6"]
     command += ["--grpo.groups", "4", "--grpo.group-size", "6"]
-    with EnvServer("verl_server.rollout.games:GuessNumber", kwargs={"numbers": 3, "guesses": 3}) as game:
+    with EnvServer("verl_server.rollout.environments.games:GuessNumber", kwargs={"numbers": 3, "guesses": 3}) as game:
         command += ["--agent", f"{__file__}:guess_with_two_branches", "--env-url", game.url]
         command += ["--reward", f"{__file__}:share_of_even"]
         assert main(command) == 0, capfd.readouterr().err

@@ -70,9 +70,9 @@ class Environment(Protocol):
       none and ends the episode as ENV_ERROR, without a reward. So the schema should describe how a renderer packs the
       policy's text, and `step` should judge what the text says.
     - `observation_schema`, a JSON schema that clients can ask for. Observations are not checked.
-    - Methods with the decorator `verl_server.rollout.tools.tool`, which clients call by name at `/mcp`, or with the
-      actions of OpenEnv's tool client. An environment without such methods offers its `step` as the tool `act` if it
-      has an `action_schema`.
+    - Methods with the decorator `verl_server.rollout.environments.tools.tool`, which clients call by name at `/mcp`, or
+      with the actions of OpenEnv's tool client. An environment without such methods offers its `step` as the tool `act`
+      if it has an `action_schema`.
     - `state`, a property that is a dict.
     - `close()`, called when the client leaves.
     """

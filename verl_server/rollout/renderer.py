@@ -17,9 +17,9 @@ from referencing.exceptions import Unresolvable
 from transformers import PreTrainedTokenizerBase
 
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.answers import AnswerReader
 from verl_server.rollout.environment import Action, EnvError, Observation
+from verl_server.rollout.environments.action_schema import ActionSchema
 
 ActionFormat = Literal["text", "json"]
 """The form in which the policy writes an action: `text` is the value of one key, `json` is the whole action as a JSON

@@ -33,10 +33,10 @@ from verl_server.files.run_output import Claim, claim_folder, recorded, settings
 from verl_server.logprob_gap import GapAlarm
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
-from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.environments.env_server import EnvServer
+from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
-from verl_server.rollout.games import GuessNumber
 from verl_server.rollout.pace import PaceComparison, compare_pace
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.report import Report, write_report
@@ -158,7 +158,7 @@ class Demo:
         torch.manual_seed(args.seed)
         torch.set_num_threads(1)  # the model is tiny, and the servers need the other cores
         game = {"numbers": args.numbers, "guesses": args.guesses, "latency": args.latency}
-        environment = stack.enter_context(EnvServer("verl_server.rollout.games:GuessNumber", kwargs=game))
+        environment = stack.enter_context(EnvServer("verl_server.rollout.environments.games:GuessNumber", kwargs=game))
         settings: dict[str, Any] = {"dtype": "float32", "log_level": "warning"}
         if args.engine == "vllm":  # its cache has whole GiB on a CPU; compiling takes longer than the demo
             settings |= {"engine": "vllm", "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}}

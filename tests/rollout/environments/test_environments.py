@@ -19,10 +19,10 @@ from tests.rollout.fakes import env_server
 from verl_server.errors import BadRequestError
 from verl_server.rollout.environment import EnvError, EnvTimeoutError
 from verl_server.rollout.environments.code_tool import CodeTool
+from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.environments.isolation import isolated
 from verl_server.rollout.environments.mcp_tools import McpTools
 from verl_server.rollout.environments.named import environment_named
-from verl_server.rollout.games import GuessNumber
 
 
 def _run(work: Any) -> Any:

@@ -28,7 +28,7 @@ from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
-from verl_server.rollout.env_factory import load_function
+from verl_server.rollout.environments.env_factory import load_function
 from verl_server.rollout.environments.named import command_words, environment_named, has_reward, is_named
 from verl_server.rollout.option_names import as_options
 from verl_server.sampling_params import SamplingParams

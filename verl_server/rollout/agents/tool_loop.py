@@ -26,7 +26,7 @@ from verl_server.rollout.agents.episode import End
 from verl_server.rollout.agents.gateway import GuardedEnvironment
 from verl_server.rollout.agents.threads import in_thread
 from verl_server.rollout.agents.types import AgentSession, AgentTask
-from verl_server.rollout.tools import Tool, ToolError, converted, function_tool, value_text
+from verl_server.rollout.environments.tools import Tool, ToolError, converted, function_tool, value_text
 from verl_server.rollout.trajectory import StopReason
 
 DEFAULT_MAX_TURNS = 16

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from verl_server.errors import BadRequestError
-from verl_server.rollout.games import ReasoningGym
+from verl_server.rollout.environments.games import ReasoningGym
 
 
 class ReasoningGymEnvironment:

@@ -1,7 +1,7 @@
 """The process that serves an environment: `verl-server env serve`, or the child of an `EnvServer`.
 
 The process prints its URL, or reports it to its parent, when it answers. It ends on SIGTERM, on Ctrl-C or with its
-parent. `python -m verl_server.rollout.env_process` is the same command.
+parent. `python -m verl_server.rollout.environments.env_process` is the same command.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from verl_server.files.json_files import parse_json
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
 from verl_server.ipc.sockets import bind_socket
-from verl_server.rollout.env_door import check_address
-from verl_server.rollout.env_factory import load_factory
-from verl_server.rollout.env_server import create_env_app, make_server
 from verl_server.rollout.environment import KEY_VARIABLE
+from verl_server.rollout.environments.env_door import check_address
+from verl_server.rollout.environments.env_factory import load_factory
+from verl_server.rollout.environments.env_server import create_env_app, make_server
 from verl_server.web.key_files import read_key_file
 
 

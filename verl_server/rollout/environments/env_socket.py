@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from verl_server.rollout.env_pool import EnvPool
-from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv
+from verl_server.rollout.environments.env_pool import EnvPool
+from verl_server.rollout.environments.hosted_env import EnvMessageError, HostedEnv
 
 
 async def serve_socket(

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from verl_server.rollout.action_schema import ActionSchema
-from verl_server.rollout.env_factory import EnvFactory, accepted, missing_method
+from verl_server.rollout.environments.action_schema import ActionSchema
+from verl_server.rollout.environments.env_factory import EnvFactory, accepted, missing_method
 
 _CLOSE_TIMEOUT = 10.0
 """Seconds for an environment's `close`, which may have to wait for a step that hangs."""

@@ -12,9 +12,9 @@ import torch
 
 from tests.rollout.fakes import env_server
 from verl_server.errors import BadRequestError
-from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.environment import EnvError, RemoteEnvironment
-from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv, reset_observation, step_result
+from verl_server.rollout.environments.action_schema import ActionSchema
+from verl_server.rollout.environments.hosted_env import EnvMessageError, HostedEnv, reset_observation, step_result
 
 _SEES = {"text": "a"}
 

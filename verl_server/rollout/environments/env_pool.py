@@ -5,9 +5,9 @@ The connections of `env_server` and the sessions of `env_mcp` take their environ
 
 from __future__ import annotations
 
-from verl_server.rollout.action_schema import ActionSchema
-from verl_server.rollout.env_factory import EnvFactory
-from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv
+from verl_server.rollout.environments.action_schema import ActionSchema
+from verl_server.rollout.environments.env_factory import EnvFactory
+from verl_server.rollout.environments.hosted_env import EnvMessageError, HostedEnv
 
 
 class EnvPool:

@@ -14,10 +14,10 @@ from websockets.exceptions import InvalidStatus
 
 from tests.rollout.fakes import env_server
 from verl_server import BadRequestError
-from verl_server.rollout import env_server as module
-from verl_server.rollout.env_process import EnvServerArgs, serve
-from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import KEY_VARIABLE, EnvError, RemoteEnvironment, environment_schema
+from verl_server.rollout.environments import env_server as module
+from verl_server.rollout.environments.env_process import EnvServerArgs, serve
+from verl_server.rollout.environments.env_server import EnvServer
 
 MADE: list[Echo] = []
 
@@ -156,8 +156,10 @@ def test_requests_without_a_connection_take_room_too() -> None:
 
 def test_an_open_address_needs_a_key() -> None:
     for start in (
-        lambda: EnvServer("tests.rollout.test_env_door:Echo", host="0.0.0.0"),
-        lambda: serve(EnvServerArgs("tests.rollout.test_env_door:Echo", host="0.0.0.0", port=0), None, print),
+        lambda: EnvServer("tests.rollout.environments.test_env_door:Echo", host="0.0.0.0"),
+        lambda: serve(
+            EnvServerArgs("tests.rollout.environments.test_env_door:Echo", host="0.0.0.0", port=0), None, print
+        ),
     ):
         with pytest.raises(BadRequestError, match=r"Refusing to bind 0.0.0.0 without a key.*VERL_ENV_API_KEY"):
             start()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.rollout.fakes import env_server
 from verl_server.rollout.environment import RemoteEnvironment
-from verl_server.rollout.games import GuessNumber, HeavyTail, ReasoningGym
+from verl_server.rollout.environments.games import GuessNumber, HeavyTail, ReasoningGym
 
 
 def test_guessing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verl_server.errors import BadRequestError
-from verl_server.rollout.env_factory import load_factory
+from verl_server.rollout.environments.env_factory import load_factory
 
 _MODULE = '''
 import abc

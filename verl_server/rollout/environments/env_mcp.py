@@ -20,11 +20,11 @@ from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from verl_server.files.json_values import dumps
-from verl_server.rollout.env_pool import EnvPool
-from verl_server.rollout.env_socket import serve_socket
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES
-from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv
-from verl_server.rollout.tools import Toolbox, ToolError
+from verl_server.rollout.environments.env_pool import EnvPool
+from verl_server.rollout.environments.env_socket import serve_socket
+from verl_server.rollout.environments.hosted_env import EnvMessageError, HostedEnv
+from verl_server.rollout.environments.tools import Toolbox, ToolError
 from verl_server.web.bodies import bounded_body
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from websockets.asyncio.client import connect
 
 from tests.rollout.fakes import env_server
 from verl_server.errors import BadRequestError
-from verl_server.rollout.env_server import create_env_app
 from verl_server.rollout.environment import EnvError, RemoteEnvironment
-from verl_server.rollout.tools import tool
+from verl_server.rollout.environments.env_server import create_env_app
+from verl_server.rollout.environments.tools import tool
 
 
 class Notebook:
