@@ -15,6 +15,7 @@ from verl_server.rollout.environments.env_server import EnvServer
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+MODULES = (ROOT / "docs" / "modules.md").read_text(encoding="utf-8")
 
 
 def anchors(page: Path) -> set[str]:
@@ -51,16 +52,16 @@ def test_the_map_names_modules_that_exist() -> None:
     stems = {path.stem for path in package.rglob("*.py")} | {path.name for path in package.rglob("*.cpp")}
     stems |= {path.name for path in package.rglob("*.h")}
     folders = {path.name for path in package.iterdir() if path.is_dir()}
-    for path in re.findall(r"`(\w+(?:/\w+)+)`", ARCHITECTURE):
+    for path in re.findall(r"`(\w+(?:/\w+)+)`", ARCHITECTURE + MODULES):
         if path.split("/")[0] in folders:
             found = package / path
-            assert found.is_dir() or found.with_suffix(".py").exists(), f"architecture.md names {path}"
-    tables = ARCHITECTURE.split("| folder | modules in the order")[1:]
+            assert found.is_dir() or found.with_suffix(".py").exists(), f"the map names {path}"
+    tables = MODULES.split("| folder | modules in the order")[1:]
     assert len(tables) == 3
     for table in tables:
         rows = [line for line in table.partition("\n\n")[0].splitlines() if line.startswith("| `")]
         for name in (name for row in rows for name in re.findall(r"`([a-z_]+(?:\.cpp|\.h)?)`", row)):
-            assert name in stems | folders, f"architecture.md names {name}"
+            assert name in stems | folders, f"modules.md names {name}"
 
 
 def test_the_map_states_the_import_contract() -> None:
