@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from verl_server._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from verl_server.engine.base import EngineBase
     from verl_server.engine.http import HttpServerEngineAdapter
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from verl_server.server_args import ServerArgs
     from verl_server.weight_sync.handles import LocalSerializedTensor
     from verl_server.weight_sync.trainer.shards import TensorShard
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BadRequestError",

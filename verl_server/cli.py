@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from verl_server import __version__
+from verl_server._version import __version__
 
 if TYPE_CHECKING:
     from verl_server.server_args import ServerArgs

@@ -20,7 +20,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from verl_server import __version__
+from verl_server._version import __version__
 from verl_server.sampling_params import UNSUPPORTED_PARAMS, SamplingParams
 from verl_server.server.dialects.vllm.reading import InferenceRequest
 from verl_server.server.dialects.vllm.sampling import SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT, VllmSamplingParams

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server import __version__
+from verl_server._version import __version__
 from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError
 from verl_server.messages.io_struct import GetInternalStateReq
 from verl_server.messages.results import ModelInfo, ServerInfo

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server import __version__
+from verl_server._version import __version__
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.vllm.choices import InferenceChoices
