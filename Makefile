@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 INTERPRETER ?=
+# Tests start hundreds of processes. Without byte code each of them would compile every module that it imports.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-real test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
