@@ -50,10 +50,10 @@ class LogprobGap:
 
     @classmethod
     def of(cls, recorded: Tensor, recomputed: Tensor, mask: Tensor | None = None) -> LogprobGap | None:
-        """The gap of two tensors [n]. `mask` [n] bool selects the tokens to compare: leave out tokens that were not
-        drawn from the distribution that the trainer computes (forced, edited, sampled under other weights).
+        """Return the gap of two tensors [n], or None if no token is left.
 
-        Returns None if no token is left.
+        `mask` [n] bool selects the tokens to compare: leave out tokens that were not drawn from the distribution that
+        the trainer computes (forced, edited, sampled under other weights).
         """
         difference = (recomputed.detach() - recorded.detach()).double().cpu()
         if mask is not None:
@@ -75,7 +75,7 @@ class LogprobGap:
 
     @classmethod
     def from_sums(cls, sums: list[float], largest: float) -> LogprobGap | None:
-        """The gap of all ranks; None if no rank had a token."""
+        """Return the gap of all ranks; None if no rank had a token."""
         tokens = int(sums[0])
         return cls(tokens, sums[1] / tokens, largest, sums[2] / tokens) if tokens else None
 

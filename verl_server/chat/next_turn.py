@@ -143,7 +143,7 @@ class _Planner:
         return self._planned(place, turn, turn.prompt_tokens, [], "retry", ending, opening=turn.generation_prompt)
 
     def _extended(self, place: _Place) -> PlannedTurn | None:
-        """The last assistant's message is a stored reply: its turn goes on."""
+        """Plan a prompt whose last assistant's message is a stored reply: its turn continues."""
         if self._continues:
             return None
         last = next((i for i in range(len(place.messages)) if place.messages[~i].get("role") == "assistant"), None)
@@ -163,7 +163,7 @@ class _Planner:
         return self._extension(place, turn, place.messages[reply], new, began) or self._whole(place, "template")
 
     def _edited(self, place: _Place) -> PlannedTurn | None:
-        """An assistant's message that was not sampled follows a stored prompt: only what follows is rendered."""
+        """Plan a prompt whose assistant's message was not sampled: after the stored prompt, the rest is rendered."""
         if self._continues:
             return None
         for depth in range(min(place.matched, len(place.messages) - 1), 0, -1):
@@ -185,7 +185,7 @@ class _Planner:
         return None
 
     def _without_common_message(self, messages: Sequence[Message], keys: Sequence[MessageKey]) -> PlannedTurn:
-        """The conversation is new under this head. It may be known with other tools."""
+        """Plan a conversation that is new under this head. It may be known with other tools."""
         began = "child" if self._view.replies else "root"
         parent = -1
         if (known := self._under_other_head(keys)) is not None:
@@ -228,7 +228,7 @@ class _Planner:
         return self._planned(place, parent, -1 if parent is not None else 0, ids, began, text)
 
     def _behind_previous(self, previous: int, messages: Sequence[Message]) -> PlannedTurn:
-        """The messages follow a turn that the caller named. The messages before are not known as text."""
+        """Plan messages that follow a turn which the caller named. The messages before it are not known as text."""
         node = self._tree.reply(previous)
         turn = self._facts.get(previous)
         if node is None or turn is None:

@@ -38,7 +38,7 @@ def replace_file(new: Path, path: Path) -> None:
 
 
 def temporary_folder(folder: Path) -> Path:
-    """An empty folder beside `folder`, to be filled and then passed to `publish`. A left-over one is removed."""
+    """Make an empty folder beside `folder`, to be filled and passed to `publish`. Remove a left-over one."""
     temporary = _temporary(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

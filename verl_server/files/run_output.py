@@ -91,7 +91,7 @@ class Claim:
 
 
 def is_stdout(descriptor: int) -> bool:
-    """True if an open file is the standard output of this process."""
+    """Return True if an open file is the standard output of this process."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.fstat(1))
     except OSError:  # the process has no standard output

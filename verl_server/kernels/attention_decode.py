@@ -20,7 +20,7 @@ from verl_server.kernels import dependent
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _program_of(unit: tl.tensor, share: tl.tensor, larger: tl.tensor) -> tl.tensor:
-    """The program that processes `unit`. The first `larger` programs have `share` + 1 units, the others `share`."""
+    """Return the program that processes `unit`. The first `larger` programs have `share` + 1 units, others `share`."""
     shared_out = larger * (share + 1)
     return tl.where(unit < shared_out, unit // (share + 1), larger + (unit - shared_out) // tl.maximum(share, 1))
 

@@ -51,7 +51,7 @@ def token_positions(cached: Ints, extend: Ints) -> Ints:
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array as a tensor of the same dtype on `device`, without waiting. On the CPU both share their memory."""
+    """Copy the array to `device`, with its dtype and without waiting. On the CPU both share their memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

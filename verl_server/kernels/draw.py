@@ -53,7 +53,7 @@ def mix(words: W) -> W:
 
 
 def row_keys(mixed_seeds: Words, positions: Words) -> Words:
-    """The key of each row, int64 [n], from its request seed after `mix` and the position of the token to sample."""
+    """Return each row's key, int64 [n], from its request seed after `mix` and the position of the token to sample."""
     return mix(mixed_seeds + (positions + 1) * GOLDEN)
 
 
@@ -88,7 +88,7 @@ def _choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tup
 
 
 def _draw(logits: Tensor, tops: Tensor, sums: Tensor, greedy: Tensor, keys: Tensor) -> Tensor:
-    """The two stages, from the largest logit and the sum of exponentials of each block. Returns ids [n, 1]."""
+    """Draw ids [n, 1] in two stages, from the largest logit and the sum of exponentials of each block."""
     counters = torch.arange(-1, -1 - sums.shape[1], -1, device=logits.device)
     scores = torch.where(greedy, tops.double(), gumbel(keys, counters).add_(sums.log()))
     members = scores.argmax(-1, keepdim=True) * BLOCK + torch.arange(BLOCK, device=logits.device)
@@ -108,7 +108,7 @@ def _by_block(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
 
 
 def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
-    """Standard Gumbel noise [n, m], fp64, for keys [n, 1] and counters [m] or [n, m]: -log(-log(u)), 0 < u < 1."""
+    """Return Gumbel noise [n, m], fp64, for keys [n, 1] and counters [m] or [n, m]: -log(-log(u)), 0 < u < 1."""
     if keys.is_cuda:
         return -torch.log(-torch.log((_bits(keys, counters).double() + 0.5) * 2.0**-52))
     # NumPy on one thread: for a few thousand numbers, starting PyTorch's threads costs more time than they save.

@@ -89,7 +89,7 @@ def _block_of(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The weight's columns from k on. INSIDE: no row or column of any program lies beyond the weight."""
+    """Load the weight's columns from k on. INSIDE: no row or column of any program lies beyond the weight."""
     if INSIDE:
         return tl.load(start + k)
     else:
@@ -98,7 +98,7 @@ def _block_of(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _part_of(x: tl.tensor, column: tl.tensor, k: tl.constexpr, INSIDE: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
-    """The elements of x from k on, in fp32."""
+    """Load the elements of x from k on, in fp32."""
     if INSIDE:
         return tl.load(x + k + column).to(tl.float32)
     else:

@@ -14,7 +14,7 @@ from verl_server.kernels import dependent
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
-    """The norm of each row of x [T, hidden], contiguous, times `weight` [hidden] of the same dtype.
+    """Return the norm of each row of x [T, hidden], contiguous, times `weight` [hidden] of the same dtype.
 
     Returns a new tensor of x's shape and dtype. `pdl`: see `dependent`; no kernel that may still run writes `weight`.
     """
@@ -92,7 +92,7 @@ def _add_norm_row(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def normalized(values: tl.tensor, weight: tl.tensor, EPS: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
-    """The norm of one fp32 row, which is zero beyond SIZE; rounded to the weight's dtype before it is multiplied."""
+    """Return the norm of one fp32 row, zero beyond SIZE; it is rounded to the weight's dtype, then multiplied."""
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + EPS)
     rounded = (values * scale).to(weight.dtype).to(tl.float32)
     return (rounded * weight.to(tl.float32)).to(weight.dtype)

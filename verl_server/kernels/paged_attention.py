@@ -58,7 +58,7 @@ class ExtendConfig:
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, group: int, max_extend: int) -> ExtendConfig:
-        """The fastest parameters for a longest chunk of `max_extend` tokens.
+        """Return the fastest parameters for a longest chunk of `max_extend` tokens.
 
         For 128 to 2,047 tokens, two small programs per multiprocessor hide latency best. For longer and for shorter
         chunks (which take time when they follow a long history), one program with large blocks is faster.
@@ -151,7 +151,7 @@ class PagedAttention:
         self._chunk_arrivals = torch.zeros(self._slots * kv_heads, dtype=torch.int32, device=device)
 
     def host_metadata(self, kv_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
-        """The distribution of decode work over the programs, for `kv_lens` [n], each >= 1; n >= 1.
+        """Return the distribution of decode work over the programs, for `kv_lens` [n], each >= 1; n >= 1.
 
         Returns int32 of constant length: [units per program, number of programs with one unit more, number of programs
         with any units, index of the last entry, then (entry, head, block) of the first unit of each program]. Entries
@@ -174,15 +174,15 @@ class PagedAttention:
         return meta
 
     def max_items_length(self, entries: int) -> int:
-        """A length of `SharedKeys.items` that suffices for any step with up to `entries` decodes."""
+        """Return a length of `SharedKeys.items` that suffices for any step with up to `entries` decodes."""
         # A level has fewer tiles than entries, because every tile except the last of a run has at least two entries.
         # Tiles that have several chunks need one item more for each slot, at most.
         return 2 + ITEM * (LEVELS * entries + self._slots)
 
     def shared_keys(self, runs: Runs) -> SharedKeys:
-        """The work on the shared keys of a step. Call `host_metadata` with the lengths less the result's `starts`.
+        """Return the work on the shared keys of a step. Call `host_metadata` with lengths less the result's `starts`.
 
-        Raises ValueError if the step has more than `max_shared_entries` decodes.
+        Raise ValueError if the step has more than `max_shared_entries` decodes.
         """
         if len(runs.order) > self.max_shared_entries:
             raise ValueError(

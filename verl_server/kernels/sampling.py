@@ -27,7 +27,7 @@ _TILE_BLOCKS = 64
 
 
 def choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as `draw.choose`. The elements of a row of `logits` must be contiguous; rows may have any stride."""
+    """Compute `draw.choose`. The elements of a row of `logits` must be contiguous; rows may have any stride."""
     return draw_rows(logits, scales, greedy, keys, weigh(logits, scales))
 
 
@@ -239,7 +239,7 @@ def _source_row(index: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gumbel(key: tl.tensor, counter: tl.tensor) -> tl.tensor:
-    """The same as `draw.gumbel`."""
+    """Compute `draw.gumbel`."""
     words = key + counter.to(tl.int64) * _GOLDEN
     words = (words ^ ((words >> 30) & 0x3FFFFFFFF)) * _MIX_1
     words = (words ^ ((words >> 27) & 0x1FFFFFFFFF)) * _MIX_2

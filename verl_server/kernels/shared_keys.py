@@ -102,7 +102,7 @@ def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, min_keys: int
 
 
 def _tree(depth: Ints, min_keys: int) -> list[_Node]:
-    """The roots of the tree of shared prefixes, whose nodes have at least `min_keys` keys each.
+    """Return the roots of the tree of shared prefixes, whose nodes have at least `min_keys` keys each.
 
     Entries i and i + 1 of the sorted order share `depth[i]` keys.
     """
@@ -189,7 +189,7 @@ def plan_items(runs: Runs, *, tile: int, grain: int, heads: int, programs: int, 
 
 
 def _estimated_time(blocks: Ints, chunks: Ints, heads: int, programs: int) -> float:
-    """An estimate of the kernel's time. The unit is the time in which a program reads a block.
+    """Estimate the kernel's time. The unit is the time in which a program reads a block.
 
     The estimate is the sum over the jobs of the busiest program, with one block added to each job for its start and
     end, and half a block for merging each part of a tile.
@@ -200,5 +200,5 @@ def _estimated_time(blocks: Ints, chunks: Ints, heads: int, programs: int) -> fl
 
 
 def _ranges(first: Ints, count: Ints) -> Ints:
-    """The concatenation of the ranges first[i], first[i] + 1, .., first[i] + count[i] - 1."""
+    """Return the concatenation of the ranges first[i], first[i] + 1, .., first[i] + count[i] - 1."""
     return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))

@@ -32,7 +32,7 @@ class SkinnyProduct:
         self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
 
     def is_faster(self, x: Tensor, weight: Tensor) -> bool:
-        """True if this kernel supports the shapes and dtypes, and computes the product faster than torch."""
+        """Return True if this kernel supports the shapes and dtypes, and is faster than torch."""
         n, k = weight.shape
         if x.shape[0] > _MAX_ROWS or x.element_size() != 2 or n % _BLOCK_N or k % _BLOCK_K:
             return False
@@ -59,7 +59,7 @@ class SkinnyProduct:
         return out
 
     def _split(self, n: int, k: int) -> int:
-        """Number of programs that divide the K of a tile: a power of two, so that each multiprocessor has at most one
+        """Return how many programs divide the K of a tile: a power of two, so that each multiprocessor has at most one
         program, and each program at least two blocks."""
         split = 1
         while n // _BLOCK_N * split * 2 <= self._programs and split * 4 * _BLOCK_K <= k:

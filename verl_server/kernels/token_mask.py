@@ -30,7 +30,7 @@ def apply(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 
 
 def apply_reference(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """The same as `apply`, with NumPy or PyTorch."""
+    """Compute `apply` with NumPy or PyTorch."""
     vocab = logits.shape[1]
     if logits.is_cpu:  # a row at a time, which stays in the cache
         bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, count=vocab, bitorder="little")

@@ -11,7 +11,7 @@ _TILE = 4096
 
 
 def apply(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """The same as `token_mask.apply`."""
+    """Compute `token_mask.apply`."""
     assert logits.stride(1) == 1 and words.stride(1) == 1
     vocab = logits.shape[1]
     grid = (len(rows), triton.cdiv(vocab, _TILE))

@@ -113,7 +113,7 @@ class PointMass:
         return self._logprobs(ids == self._ids.unsqueeze(1))
 
     def top(self, num: int) -> tuple[Tensor, Tensor]:
-        """The token itself is followed by the other tokens in the order of their ids."""
+        """Return the token, followed by the other tokens in the order of their ids."""
         token, others = self._ids.unsqueeze(1), torch.arange(num - 1, device=self._ids.device)
         ids = torch.cat([token, others + (others >= token)], dim=1)
         return self.of(ids), ids

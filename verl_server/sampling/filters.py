@@ -63,7 +63,7 @@ class Filters:
         return lowest
 
     def _lowest_by_rank(self, logits: Tensor, norms: Tensor) -> Tensor:
-        """The lowest logit [rows, 1] that top-k and top-p keep, for the rows that have one of these filters."""
+        """Return the lowest logit [rows, 1] that top-k and top-p keep, for the rows that have one of these filters."""
         vocab = logits.shape[1]
         if self._width < vocab:
             return self._lowest_of(logits.topk(self._width, dim=-1).values, norms)[0]

@@ -64,7 +64,7 @@ class RequestedTokens:
     """Token ids whose log-probabilities some rows request, as an index into [rows, vocab] on the device."""
 
     def __init__(self, requests: Sequence[tuple[int, list[int]]], device: torch.device) -> None:
-        """`requests`: (row, token ids) of each row that requests log-probabilities."""
+        """Take `requests`: (row, token ids) of each row that requests log-probabilities."""
         self.packed_ids = [pack_ids(ids) for _, ids in requests]
         rows = [row for row, ids in requests for _ in ids]
         columns = [token for _, ids in requests for token in ids]
@@ -114,7 +114,7 @@ class PromptCandidates:
             self._requested_candidates.append(RequestedCandidates(distribution, requested))
 
     def read(self) -> PromptLogprobs:
-        """The log-probabilities of all chunks. Call it after the last step is done."""
+        """Return the log-probabilities of all chunks. Call it after the last step is done."""
         requested: list[TokenLogprobs | None] | None = None
         if self._requested is not None:
             requested = [c for chunk in self._requested_candidates for c in chunk.read()]

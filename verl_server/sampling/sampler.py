@@ -71,7 +71,7 @@ class Sampled:
     edited: _EditedValues | None = None
 
     def read(self) -> ForwardOutput:
-        """The result as Python lists. Call it after the device has done the work that `launch` submitted."""
+        """Return the result as Python lists. Call it after the device has done the work that `launch` submitted."""
         ids, logprobs, more = self.host_ids.tolist(), self.host_logprobs.tolist(), self.more or _More()
         n = len(ids)
         output = ForwardOutput(ids, logprobs, _by_row(more.top, n), _by_row(more.requested, n))

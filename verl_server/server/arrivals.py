@@ -36,7 +36,7 @@ class Arrivals:
 
     @contextmanager
     def arrive(self) -> Iterator[None]:
-        """The request of this task has arrived. An inner call is part of the same request."""
+        """Note that the request of this task has arrived. An inner call is part of the same request."""
         if _NUMBER.get() is not None:
             yield
             return

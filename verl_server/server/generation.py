@@ -21,7 +21,7 @@ class Turns(Protocol):
         ...
 
     def close(self) -> None:
-        """The caller no longer waits. Called after the samples were aborted."""
+        """Note that the caller no longer waits. It is called after the samples were aborted."""
         ...
 
 

@@ -48,7 +48,7 @@ class ControlCalls:
         encode: Callable[[SchedulerInput], bytes],
         send: Callable[[bytes], None],
     ) -> None:
-        """`serial` yields the ids of calls. `encode` raises BadRequestError for a request that cannot be encoded."""
+        """Take `serial`, which yields ids, and `encode`, which raises BadRequestError for what it cannot encode."""
         self.pause: Pause | None = None
         """The current pause of generation."""
         self.weight_version = server_args.weight_version

@@ -53,7 +53,7 @@ class NotServed:
 
 class Resolver(Generic[OperationT]):
     def __init__(self, operations: Iterable[OperationT]) -> None:
-        """A path without parameters precedes paths with them. Of two operations, the first one serves a request."""
+        """Prefer a path without parameters to paths with them, and the first of two operations of one path."""
         self._exact: dict[str, dict[str, OperationT]] = {}
         patterns: dict[str, dict[str, OperationT]] = {}
         for operation in operations:

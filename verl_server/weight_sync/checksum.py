@@ -56,7 +56,7 @@ def _begin(tensor: Tensor) -> tuple[int, Tensor]:
 
 
 def _words(tensor: Tensor, count: int) -> Iterator[Tensor]:
-    """The elements' bits in order as int32, `count` words at a time; zeros fill the last word."""
+    """Yield the elements' bits in order as int32, `count` words at a time; zeros fill the last word."""
     if tensor.numel() == 0:
         return
     if tensor.is_contiguous():
@@ -69,7 +69,7 @@ def _words(tensor: Tensor, count: int) -> Iterator[Tensor]:
 
 
 def _copied(tensor: Tensor, nbytes: int) -> Iterator[Tensor]:
-    """The elements' bytes in order, `nbytes` at a time, for rows that are not aligned or do not lie in order."""
+    """Yield the elements' bytes in order, `nbytes` at a time, for rows that are not aligned or do not lie in order."""
     rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     rows = tensor.reshape(-1) if tensor.is_contiguous() else tensor
     row = rows[0].numel() * tensor.element_size()
@@ -83,7 +83,7 @@ def _copied(tensor: Tensor, nbytes: int) -> Iterator[Tensor]:
 
 
 def _block_sums(words: Tensor, wide: Tensor) -> Tensor:
-    """The sum of word * g^(i+1) of each block of a chunk, i counting from the block's start; int64 [blocks]."""
+    """Return the sum of word * g^(i+1) of each block of a chunk, i counting from the block's start; int64 [blocks]."""
     powers = _powers(words.device)
     if words.device.type == "cpu":
         return torch.dot(wide[: len(words)].copy_(words), powers[: len(words)]).reshape(1)

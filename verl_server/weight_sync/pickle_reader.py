@@ -56,7 +56,7 @@ Globals = Mapping[tuple[str, str], Any]
 
 
 def read_pickle(data: bytes, known: Globals) -> Any:
-    """The value that `data` (protocol 2 to 5) describes. BadRequestError names what was refused, and where."""
+    """Return the value that `data` (protocol 2 to 5) describes. Raise BadRequestError: what was refused, and where."""
     if data[:1] != b"\x80" or not 2 <= (data[1] if len(data) > 1 else 0) <= 5:
         raise BadRequestError("The payload is not a pickle of protocol 2 to 5.")
     return _Machine(data, known).run()
@@ -129,7 +129,7 @@ class _Machine:
         return value
 
     def _pop_many(self, count: int) -> list[Any]:
-        """The topmost `count` values, in the order in which they were pushed."""
+        """Pop the topmost `count` values, in the order in which they were pushed."""
         return [self._pop() for _ in range(count)][::-1]
 
     def _pop_to_mark(self) -> list[Any]:
@@ -202,5 +202,5 @@ class _Machine:
 
 
 def shown(text: str) -> str:
-    """A string from the wire as an error message may carry it: short, printable, encodable."""
+    """Return a string from the wire as an error message may carry it: short, printable, encodable."""
     return ascii(text[:100])[1:-1]

@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 def out_of_memory(error: OSError, nbytes: int) -> WeightUpdateError:
-    """The error for a failed reservation, with the bytes wanted and the remedy."""
+    """Return the error for a failed reservation, with the bytes wanted and the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "")
     return WeightUpdateError(
         f"Could not place {nbytes:,} bytes of weights into shared memory ({error.strerror}). {remedy} "
@@ -77,7 +77,7 @@ class Arena:
         weakref.finalize(self._map, os.close, self.fd).atexit = False
 
     def reserve(self, nbytes: int) -> Reserved:
-        """The next `nbytes`, page-aligned, backed by memory that is really there."""
+        """Return the next `nbytes`, page-aligned, backed by memory that is really there."""
         offset = self._end
         try:
             os.posix_fallocate(self.fd, offset, nbytes)

@@ -23,7 +23,7 @@ class LayerwiseLoader:
     """The `WholeTensorLoader` that loads modules through vLLM's layerwise reload."""
 
     def __init__(self, live: LiveModel, groups: Mapping[str, str]) -> None:
-        """`groups`: tensor -> name of the modules of vLLM that are loaded together with it."""
+        """Take `groups`: tensor -> name of the modules of vLLM that are loaded together with it."""
         self._live, self._group_of = live, groups
         self.names = frozenset(groups)
         self.unproved = ""

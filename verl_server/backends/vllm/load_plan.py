@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 class LoadPlan:
     def __init__(self, trace: LoadTrace, loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
-        """`loaded`: parameters in the format in which they are loaded. `live`: the tensors that the kernels read."""
+        """Take `loaded`, parameters in the format that is loaded, and `live`, the tensors that the kernels read."""
         self._trace, self._live = trace, live
         self.reloaded: dict[str, str] = {}
         """Module that goes through the reload -> the reason."""

@@ -33,7 +33,7 @@ class SleepingMemory:
         return self._kept
 
     def release_kv_cache(self) -> None:
-        """The cache is free already: `release_weights` comes first."""
+        """Do nothing: `release_weights`, which comes first, has freed the cache."""
 
     def resume_kv_cache(self) -> None:
         self._worker.wake_up(["kv_cache"])

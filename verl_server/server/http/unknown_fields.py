@@ -138,7 +138,7 @@ class _Judge:
         self.accepted += names
 
     def header(self) -> bytes:
-        """The names, escaped. Those that do not fit are left out, because clients bound the length of a header."""
+        """Return the names, escaped. Names that do not fit are left out: clients bound the length of a header."""
         names = ", ".join(quote(_shown(name), safe="?.-_[]") for name in self.accepted)
         return (names if len(names) <= _LONGEST_HEADER else names[:_LONGEST_HEADER] + "...").encode()
 

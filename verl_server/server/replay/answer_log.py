@@ -94,7 +94,7 @@ class AnswerLog:
         self._wake()
 
     def end(self) -> None:
-        """The application has ended. An answer without an end is broken."""
+        """Note that the application has ended. An answer without an end is broken."""
         if not self.is_complete:
             self.is_complete = self.is_broken = True
             self._wake()

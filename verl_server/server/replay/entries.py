@@ -48,7 +48,7 @@ class Entry:
     """Bytes of memory of the complete answer, about."""
 
     def delivered(self) -> None:
-        """A connection took the whole answer."""
+        """Note that a connection took the whole answer."""
         call, self.on_delivered = self.on_delivered, None
         if call is not None:
             call()
@@ -102,7 +102,7 @@ class Entries:
         return None if found is None or self.is_too_large(found) else found
 
     def joined(self, entry: Entry) -> None:
-        """A connection reads the entry."""
+        """Note that a connection reads the entry."""
         entry.readers += 1
         entry.is_lost = False
         self._cancel(entry)
@@ -110,7 +110,7 @@ class Entries:
             self._live.setdefault(entry.scope + entry.digest, {})[entry] = None
 
     def left(self, entry: Entry, *, complete: bool) -> None:
-        """A connection has ended. If it was the last one and took too little, the entry waits for a retry."""
+        """Note that a connection has ended. If it was the last one and took too little, the entry waits for a retry."""
         entry.readers -= 1
         if not complete:
             entry.is_lost = True
@@ -125,7 +125,7 @@ class Entries:
             self._settle(entry)
 
     def ended(self, entry: Entry) -> None:
-        """The application has ended. A refusal, or an answer without an end, is not kept: a retry is judged anew."""
+        """Note that the application has ended. A refusal, or an answer without an end, is not kept for a retry."""
         is_kept = not entry.log.is_broken and 200 <= entry.log.status < 300
         if not is_kept or (entry.key is None and not entry.is_lost and not entry.readers):
             self.drop(entry)
@@ -167,7 +167,7 @@ class Entries:
         self._rest(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """A complete answer was taken whole, and nobody reads it: only its key leads to it."""
+        """Keep a complete answer that was taken whole and that nobody reads: only its key leads to it."""
         if entry.key is None:
             self.drop(entry)
         else:

@@ -28,7 +28,7 @@ class MessageNodes:
         self._starts: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return len(self.data) // NODE.size
 
     @property

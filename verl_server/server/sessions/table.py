@@ -74,7 +74,7 @@ class SessionTable:
         return session_id in self._sessions
 
     def __len__(self) -> int:
-        """Number of sessions, children included."""
+        """Return the number of sessions, children included."""
         return len(self._sessions)
 
     def of_key(self, key: str) -> str | None:

@@ -31,7 +31,7 @@ class _AddedTokens:
     """The added tokens of a tokenizer, which stand for one text each. Some of them are special."""
 
     def __init__(self, added: Mapping[int, Any]) -> None:
-        """`added`: id -> `AddedToken`."""
+        """Take `added`: id -> `AddedToken`."""
         self._ids = {str(token.content): number for number, token in added.items()}
         self._special = frozenset(number for number, token in added.items() if token.special)
 
