@@ -19,8 +19,8 @@ from verl_server.messages.weight_requests import (
     ResumeMemoryOccupationReq,
     UpdateWeightsFromDistributedReq,
 )
+from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.sleep import Sleep
-from verl_server.server.dialects.vllm.worker_methods import METHODS
 from verl_server.server.http.responses import ClientDisconnectedError
 
 
@@ -387,9 +387,11 @@ def test_the_device_of_a_rank(module_stack: Stack, name: str) -> None:
     assert module_stack.post("/collective_rpc", {"method": name}).json() == {"results": ["CPU"]}
 
 
-def test_every_method_is_tested_here() -> None:
+def test_every_method_is_tested_here(module_stack: Stack) -> None:
     names = {body["method"] for body, _ in test_methods_of_the_closed_table.pytestmark[0].args[1]}
-    assert names | {"report_device_id", "skyrl_get_gpu_uuid"} == set(METHODS)
+    assert names | {"report_device_id", "skyrl_get_gpu_uuid"} == set(
+        VllmControlApi(module_stack.manager, module_stack.args).methods
+    )
 
 
 # -- access ---------------------------------------------------------------------------------------------------

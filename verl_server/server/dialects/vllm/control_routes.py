@@ -6,7 +6,8 @@ of `io_struct`. Bodies are decoded leniently.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -19,19 +20,23 @@ from verl_server.messages.io_struct import (
     ControlReply,
     ControlReq,
     FlushCacheReq,
+    GetInternalStateReq,
     PauseGenerationReq,
     PauseMode,
 )
-from verl_server.messages.weight_requests import UpdateWeightsFromDiskReq, VersionLabel
+from verl_server.messages.weight_requests import UpdateWeightsFromDiskReq
 from verl_server.server.dialects.vllm.errors import answers_errors
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.weight_transfer import (
     TRANSFER_FIELDS,
     CarryOut,
+    FinishWeightUpdateReq,
     InitBroadcasterReq,
+    InitWeightTransferReq,
+    VllmUpdateWeightsReq,
     WeightTransfer,
+    path_text,
 )
-from verl_server.server.dialects.vllm.worker_methods import METHODS, CollectiveRpcReq, Methods
 from verl_server.server.http.operation import POST, Handler, Operation
 from verl_server.server.http.responses import json_response, read_json, unless_disconnected
 from verl_server.server.http.unknown_fields import judge_unknown
@@ -60,29 +65,17 @@ class PauseReq(msgspec.Struct, kw_only=True):
     answer is sent then. "keep": they wait and keep their KV cache."""
 
 
-class InitWeightTransferReq(msgspec.Struct, kw_only=True):
-    """Body of `POST /init_weight_transfer_engine`."""
+class CollectiveRpcReq(msgspec.Struct, kw_only=True):
+    """Body of `POST /collective_rpc`."""
 
-    init_info: dict[str, Any]
-    """NCCL: `master_address`, `master_port`, `rank_offset`, `world_size`, `packed`, `packed_buffer_size_bytes`. IPC: an
-    empty object."""
-
-
-class VllmUpdateWeightsReq(msgspec.Struct, kw_only=True):
-    """Body of `POST /update_weights`: vLLM's `update_info`, or prime-rl's `weight_dir`."""
-
-    update_info: dict[str, Any] | None = None
-    """`names`, `dtype_names` and `shapes` of the tensors that the trainer broadcasts; or, with `ipc_handles_pickled`
-    (and `tensor_sizes` for one buffer), of tensors in its memory."""
-    weight_dir: str | None = None
-    """Folder of safetensors files on the server's host. Not read after `/init_broadcaster`."""
-
-
-class FinishWeightUpdateReq(msgspec.Struct, kw_only=True):
-    """Body of `POST /finish_weight_update`."""
-
-    weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer."""
+    method: str
+    """Name of the method."""
+    args: list[Any] = []
+    """Positional arguments of the method."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the method."""
+    timeout: float | None = None
+    """No effect: each method has the bound of its control request."""
 
 
 _CARRY_TENSORS = (VllmUpdateWeightsReq, CollectiveRpcReq)
@@ -90,12 +83,35 @@ _CARRY_TENSORS = (VllmUpdateWeightsReq, CollectiveRpcReq)
 
 
 class VllmControlApi:
+    """Handlers of requests; and calls, which take the function `carry_out` and their arguments by name.
+
+    `_serve` makes a route of a call. `/collective_rpc` calls those in `methods`.
+    """
+
     def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
         self._manager, self._args = manager, server_args
-        self._transfer = WeightTransfer()
         self._sleep = Sleep(manager)
+        self._transfer = transfer = WeightTransfer()
+        self.methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "check_health": self.check_health,
+            "report_device_id": self.device_uuid,
+            "skyrl_get_gpu_uuid": self.device_uuid,
+            "reload_weights": self.reload_weights,
+            "update_weights_from_path": transfer.update_from_path,
+            "init_weight_update_group": transfer.init_group,
+            "update_weight": transfer.update_one,
+            "init_weight_transfer_engine": transfer.init,
+            "start_weight_update": transfer.start,
+            "skyrl_start_weight_update": transfer.start,
+            "update_weights": transfer.update_tensors,
+            "finish_weight_update": transfer.finish,
+            "skyrl_finish_weight_update": transfer.finish,
+            "wake_up": self._sleep.wake_up,
+        }
+        """The closed table of the names that RL clients call on vLLM's workers -> the call."""
 
     def operations(self) -> list[Operation]:
+        transfer = self._transfer
         start = {"is_checkpoint_format": "tensors have the names and shapes of the checkpoint"}
         skip = {"skip_prefix_cache_reset": "a KV page of an older version is never used for a new request"}
         return [
@@ -109,18 +125,18 @@ class VllmControlApi:
                     "clear_cache": "No effect: a KV page of an older version is never used for a new request.",
                 },
             ),
-            _control("/resume", self.resume),
+            self._serve("/resume", self.resume),
             Operation("/is_paused", answers_errors(self.is_paused)),
-            _control("/init_weight_transfer_engine", self.init_weight_transfer_engine, InitWeightTransferReq),
-            _control("/shutdown_weight_transfer_engine", self.shutdown_weight_transfer_engine),
-            _control("/start_weight_update", self.start_weight_update, without_effect=start),
-            _control("/start_draft_weight_update", self.start_draft_weight_update),
-            _control("/update_weights", self.update_weights, VllmUpdateWeightsReq, without_effect=skip),
-            _control("/finish_weight_update", self.finish_weight_update, FinishWeightUpdateReq),
-            _control("/reload_weights", self.reload_weights),
-            _control(
+            self._serve("/init_weight_transfer_engine", transfer.init, InitWeightTransferReq),
+            self._serve("/shutdown_weight_transfer_engine", transfer.shutdown),
+            self._serve("/start_weight_update", transfer.start, without_effect=start),
+            self._serve("/start_draft_weight_update", transfer.start_draft),
+            self._serve("/update_weights", transfer.update, VllmUpdateWeightsReq, without_effect=skip),
+            self._serve("/finish_weight_update", transfer.finish, FinishWeightUpdateReq),
+            self._serve("/reload_weights", self.reload_weights),
+            self._serve(
                 "/init_broadcaster",
-                self.init_broadcaster,
+                transfer.init_broadcaster,
                 InitBroadcasterReq,
                 refused=_BROADCASTER_REFUSED,
                 without_effect={"timeout": "each wait has the bound `control_timeout` of the server"},
@@ -159,8 +175,6 @@ class VllmControlApi:
             _control("/collective_rpc", self.collective_rpc, CollectiveRpcReq),
         ]
 
-    # -- pause ----------------------------------------------------------------------------------------------
-
     async def pause(self, request: Request) -> Response:
         """Return {"status": "paused"}. New requests wait until `/resume`."""
         body = await self._parse(request, PauseReq)
@@ -168,71 +182,21 @@ class VllmControlApi:
         await self._carry_out(request)(PauseGenerationReq(mode=pause_mode(request.query_params.get("mode", default))))
         return json_response({"status": "paused"})
 
-    async def resume(self, request: Request) -> Response:
+    async def resume(self, carry_out: CarryOut) -> dict[str, Any]:
         """Return {"status": "resumed"}."""
-        await self._carry_out(request)(ContinueGenerationReq())
-        return json_response({"status": "resumed"})
+        await carry_out(ContinueGenerationReq())
+        return {"status": "resumed"}
 
     async def is_paused(self, request: Request) -> Response:
         """Return {"is_paused"}."""
         self._manager.check_serving()
         return json_response({"is_paused": self._manager.controls.is_paused})
 
-    # -- weights --------------------------------------------------------------------------------------------
-
-    async def init_weight_transfer_engine(self, request: Request) -> Response:
-        """Return {"message"}, when the trainer and all ranks of the server have met."""
-        body = await self._parse(request, InitWeightTransferReq)
-        await self._transfer.init(self._carry_out(request), body.init_info)
-        return json_response({"message": "Weight transfer initialized"})
-
-    async def shutdown_weight_transfer_engine(self, request: Request) -> Response:
-        """Return {"message"}."""
-        await self._transfer.shutdown(self._carry_out(request))
-        return json_response({"message": "Weight transfer shut down"})
-
-    async def start_weight_update(self, request: Request) -> Response:
-        """Return {"message"}. No step is taken until `/finish_weight_update`. Running requests finish before, unless
-        generation is paused. The transaction ends if it receives no call for `weight_update_lease` seconds."""
-        await self._transfer.start(self._carry_out(request))
-        return json_response({"message": "Weight update started"})
-
-    async def start_draft_weight_update(self, request: Request) -> Response:
-        """Return 400: there is no draft model."""
-        raise BadRequestError("There is no draft model. Use /start_weight_update.")
-
-    async def update_weights(self, request: Request) -> Response:
-        """Return {"message"} for `update_info`, {"status": "ok"} for `weight_dir`. After `/init_broadcaster`, the
-        weights are received from the trainer, and `weight_dir` is not read. With `update_info` outside
-        `/start_weight_update` there is "not_covered", too; see `/finish_weight_update`."""
-        body = await self._parse(request, VllmUpdateWeightsReq)
-        of_prime_rl = body.weight_dir is not None or self._transfer.has_broadcaster
-        if (body.update_info is not None) == of_prime_rl:
-            raise BadRequestError("The body needs either `update_info` (vLLM) or `weight_dir` (prime-rl).")
-        if body.update_info is not None:
-            coverage = await self._transfer.update(self._carry_out(request), body.update_info)
-            return json_response({"message": "Weights updated"} | coverage)
-        await self._transfer.update_from_path(self._carry_out(request), body.weight_dir)
-        return json_response({"status": "ok"})
-
-    async def finish_weight_update(self, request: Request) -> Response:
-        """Return {"message", "not_covered"}. What was written since `/start_weight_update` is one new version.
-        `not_covered` has the number and the first names of the parameters that were not written."""
-        body = await self._parse(request, FinishWeightUpdateReq)
-        coverage = await self._transfer.finish(self._carry_out(request), body.weight_version)
-        return json_response({"message": "Weight update finished"} | coverage)
-
-    async def reload_weights(self, request: Request) -> Response:
+    async def reload_weights(self, carry_out: CarryOut, weights_path: Any = msgspec.UNSET) -> dict[str, Any]:
         """Return {"status": "ok"}, when the weights of the server's start are loaded again."""
-        await self._carry_out(request)(UpdateWeightsFromDiskReq(model_path=self._args.model_path, mode="in_place"))
-        return json_response({"status": "ok"})
-
-    async def init_broadcaster(self, request: Request) -> Response:
-        """Return {"status": "ok"}, when the trainer and all inference ranks have met. Every later `/update_weights`
-        receives one broadcast of all weights from the trainer, until `/shutdown_weight_transfer_engine`."""
-        body = await self._parse(request, InitBroadcasterReq, _BROADCASTER_REFUSED)
-        await self._transfer.init_broadcaster(self._carry_out(request), body)
-        return json_response({"status": "ok"})
+        path = self._args.model_path if weights_path is msgspec.UNSET else path_text(weights_path)
+        await carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
+        return {"status": "ok"}
 
     async def weight_info(self, request: Request) -> Response:
         """Return {"weight_version"}."""
@@ -242,8 +206,6 @@ class VllmControlApi:
         """Return {"world_size"}: the number of tensor-parallel ranks."""
         query_flag(request, "include_dp", True)
         return json_response({"world_size": self._args.tp_size})
-
-    # -- cache and memory -----------------------------------------------------------------------------------
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Return {"success"}. False: running requests hold the cache."""
@@ -277,8 +239,7 @@ class VllmControlApi:
     async def wake_up(self, request: Request) -> Response:
         """Return {"status", "tags"}. The status is "awake" if nothing remains released, else "sleeping"."""
         tags = request.query_params.getlist("tags") or None
-        awake = await self._sleep.wake_up(self._carry_out(request), tags)
-        return json_response({"status": "awake" if awake else "sleeping", "tags": tags})
+        return json_response(await self._sleep.wake_up(self._carry_out(request), tags))
 
     async def is_sleeping(self, request: Request) -> Response:
         """Return {"is_sleeping"}: whether any memory is released, or `/sleep?level=0` paused generation."""
@@ -289,15 +250,45 @@ class VllmControlApi:
     async def collective_rpc(self, request: Request) -> Response:
         """Return {"results"} with one entry for each rank; 400 for a method that is not in the table."""
         body = await self._parse(request, CollectiveRpcReq)
-        if body.method not in METHODS:
+        if body.method not in self.methods:
             raise BadRequestError(
-                f"The method {body.method!r:.100} cannot be called. This server has {', '.join(sorted(METHODS))}."
+                f"The method {body.method!r:.100} cannot be called. This server has {', '.join(sorted(self.methods))}."
             )
-        methods = Methods(self._manager, self._args, self._transfer, self._sleep, self._carry_out(request))
-        result = await METHODS[body.method](methods, body.args, body.kwargs)
+        method = self.methods[body.method]
+        result = await method(self._carry_out(request), **_arguments(method, body.args, body.kwargs))
+        if isinstance(result, dict):  # the answer of a route, where the method of vLLM's workers returns nothing
+            result = None
         return json_response({"results": [result] * self._args.tp_size})
 
+    async def check_health(self, carry_out: CarryOut) -> None:
+        """Wait for an answer of the scheduler."""
+        await carry_out(GetInternalStateReq())
+
+    async def device_uuid(self, carry_out: CarryOut) -> str:
+        """Return the UUID of the GPU."""
+        if self._args.tp_size > 1:
+            raise BadRequestError("The UUIDs of the GPUs of several ranks are not known here; use /server_info.")
+        uuid = self._manager.scheduler_info.get("device_uuid")
+        return f"GPU-{uuid}" if uuid else "CPU"
+
     # -- shared ---------------------------------------------------------------------------------------------
+
+    def _serve(
+        self,
+        path: str,
+        call: Callable[..., Awaitable[dict[str, Any]]],
+        body: type[msgspec.Struct] | None = None,
+        refused: Mapping[str, str] = {},
+        **others: Any,
+    ) -> Operation:
+        """Return the operation of a call whose arguments are the fields of `body`. It answers what the call returns."""
+
+        async def handler(request: Request) -> Response:
+            given = {} if body is None else msgspec.structs.asdict(await self._parse(request, body, refused))
+            return json_response(await call(self._carry_out(request), **given))
+
+        handler.__doc__ = call.__doc__
+        return _control(path, handler, body, refused=refused, **others)
 
     def _carry_out(self, request: Request) -> CarryOut:
         """Return the function that sends a control request. If the client disconnects, the request is withdrawn."""
@@ -345,6 +336,15 @@ def query_flag(request: Request, name: str, default: bool) -> bool:
     if given.lower() not in values:
         raise BadRequestError(f"{name} must be true or false, not {given!r:.100}.")
     return values[given.lower()]
+
+
+def _arguments(method: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the given arguments of a method by name. Raise BadRequestError for too many, or for another name."""
+    names = list(inspect.signature(method).parameters)[1:]  # the first one is `carry_out`
+    if len(args) > len(names) or (unknown := set(kwargs) - set(names[len(args) :])):
+        wrong = f"{len(args)} arguments" if len(args) > len(names) else f"the arguments {sorted(unknown)}"
+        raise BadRequestError(f"The method takes {', '.join(names) or 'no arguments'}, not {wrong}.")
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _control(path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **others: Any) -> Operation:

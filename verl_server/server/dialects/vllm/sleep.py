@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from typing import Any
 
 from verl_server.errors import BadRequestError
 from verl_server.messages.io_struct import ContinueGenerationReq, GetInternalStateReq, PauseGenerationReq, PauseMode
@@ -48,12 +50,15 @@ class Sleep:
             raise
         self._paused |= paused_here
 
-    async def wake_up(self, carry_out: CarryOut, tags: list[str] | None) -> bool:
-        """Restore memory, and continue generation if `/sleep` paused it and all memory is there. Return True then, and
-        if the server was awake."""
-        wanted = _chosen(tags, {*_MEMORY, _SCHEDULING})
+    async def wake_up(self, carry_out: CarryOut, tags: Iterable[Any] | None = None) -> dict[str, Any]:
+        """Restore memory, and continue generation if `/sleep` paused it and all memory is there.
+
+        Return the answer of `/wake_up`. The server is awake in this case, and if it was awake before.
+        """
+        wanted = _chosen(None if tags is None else [str(tag) for tag in tags], {*_MEMORY, _SCHEDULING})
         async with self._lock:
-            return await self._restore(carry_out, wanted)
+            is_awake = await self._restore(carry_out, wanted)
+        return {"status": "awake" if is_awake else "sleeping", "tags": tags}
 
     async def _restore(self, carry_out: CarryOut, wanted: set[str]) -> bool:
         released = await self._released(carry_out)

@@ -1,9 +1,9 @@
 """vLLM's four calls of a weight update, carried out as a transaction: init, start, update, finish.
 
-`control_routes` calls them for HTTP routes and for `/collective_rpc`. A trainer on other GPUs describes its NCCL group
-in `init_info`, and broadcasts after each update was announced. A trainer on the server's GPUs sends an `init_info`
-without an address, and IPC handles in each update. prime-rl's trainers use two calls: `/init_broadcaster`, and one
-`/update_weights` for each update, whose tensors they describe in their broadcasts.
+`control_routes` serves each as a route, and as a method of `/collective_rpc`. A trainer on other GPUs describes its
+NCCL group in `init_info`, and broadcasts after each update was announced. A trainer on the server's GPUs sends an
+`init_info` without an address, and IPC handles in each update. prime-rl's trainers use two calls: `/init_broadcaster`,
+and one `/update_weights` for each update, whose tensors they describe in their broadcasts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from verl_server.messages.weight_requests import (
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
+    VersionLabel,
 )
 from verl_server.web.json_convert import convert_json
 from verl_server.weight_sync.handles import PickledHandles, Shape
@@ -66,6 +67,31 @@ TRANSFER_FIELDS = {"init_info": InitInfo.__struct_fields__, "update_info": Updat
 """Object in a body -> the fields that it may have."""
 
 
+class InitWeightTransferReq(msgspec.Struct, kw_only=True):
+    """Body of `POST /init_weight_transfer_engine`."""
+
+    init_info: dict[str, Any]
+    """NCCL: `master_address`, `master_port`, `rank_offset`, `world_size`, `packed`, `packed_buffer_size_bytes`. IPC: an
+    empty object."""
+
+
+class VllmUpdateWeightsReq(msgspec.Struct, kw_only=True):
+    """Body of `POST /update_weights`: vLLM's `update_info`, or prime-rl's `weight_dir`."""
+
+    update_info: dict[str, Any] | None = None
+    """`names`, `dtype_names` and `shapes` of the tensors that the trainer broadcasts; or, with `ipc_handles_pickled`
+    (and `tensor_sizes` for one buffer), of tensors in its memory."""
+    weight_dir: str | None = None
+    """Folder of safetensors files on the server's host. Not read after `/init_broadcaster`."""
+
+
+class FinishWeightUpdateReq(msgspec.Struct, kw_only=True):
+    """Body of `POST /finish_weight_update`."""
+
+    weight_version: VersionLabel | None = None
+    """Label of the new version; default: the next integer."""
+
+
 class InitBroadcasterReq(msgspec.Struct, kw_only=True):
     """Body of `POST /init_broadcaster`."""
 
@@ -81,81 +107,120 @@ class InitBroadcasterReq(msgspec.Struct, kw_only=True):
 
 
 class WeightTransfer:
-    """Keeps the arguments of the trainer's first call, because later calls depend on them."""
+    """The calls. Their docstrings describe the routes. Keeps the arguments of the trainer's first call, because later
+    calls depend on them."""
 
     def __init__(self) -> None:
         self._init = InitInfo()
-        self.has_broadcaster = False
+        self._has_broadcaster = False
         """True if the group is that of prime-rl's trainer, which describes the tensors in its broadcasts."""
 
-    async def init(self, carry_out: CarryOut, raw: Any) -> None:
-        """Join the trainer's NCCL group, in place of an earlier one. Without an address, only note the settings.
-
-        A broadcaster is left in both cases.
-        """
-        info = _converted("init_info", raw, InitInfo)
+    async def init(self, carry_out: CarryOut, init_info: Any = None) -> dict[str, Any]:
+        """Return {"message"}, when the trainer and all ranks of the server have met."""
+        info = _converted("init_info", init_info, InitInfo)
         if info.nccl_unique_id_b64 is not None:
             raise BadRequestError(
                 "init_info.nccl_unique_id_b64 is not supported: send master_address and master_port of the trainer's "
                 "store."
             )
-        if info.master_address is None:
-            if self.has_broadcaster:
+        if info.master_address is None:  # no group, but a broadcaster is left
+            if self._has_broadcaster:
                 await self.shutdown(carry_out)
+        elif info.master_port is None or info.world_size is None:
+            raise BadRequestError("init_info with master_address needs master_port and world_size too.")
         else:
-            if info.master_port is None or info.world_size is None:
-                raise BadRequestError("init_info with master_address needs master_port and world_size too.")
-            await self.shutdown(carry_out)
-            await carry_out(
-                InitWeightsUpdateGroupReq(
-                    master_address=info.master_address,
-                    master_port=info.master_port,
-                    rank_offset=info.rank_offset,
-                    world_size=info.world_size,
-                    group_name=GROUP_NAME,
-                    rendezvous="unique_id",
-                )
-            )
+            await self._join(carry_out, info.master_address, info.master_port, info.rank_offset, info.world_size)
         self._init = info
+        return {"message": "Weight transfer initialized"}
 
-    async def init_broadcaster(self, carry_out: CarryOut, req: InitBroadcasterReq) -> None:
-        """Join the NCCL group of prime-rl's trainer, in place of an earlier group."""
-        await self.shutdown(carry_out)
-        await carry_out(
-            InitWeightsUpdateGroupReq(
-                master_address=req.host,
-                master_port=req.port,
-                rank_offset=req.rank_offset + 1,
-                world_size=req.inference_world_size + 1,
-                group_name=GROUP_NAME,
-                rendezvous="unique_id",
-            )
-        )
-        self.has_broadcaster = True
+    async def init_group(
+        self,
+        carry_out: CarryOut,
+        master_address: Any = None,
+        master_port: Any = None,
+        rank_offset: Any = 1,
+        world_size: Any = None,
+    ) -> None:
+        """Join the NCCL group of a trainer that calls vLLM's example extension for RL."""
+        if master_address is None:
+            raise BadRequestError("init_weight_update_group needs master_address, master_port and world_size.")
+        group = {"master_address": master_address, "master_port": master_port}
+        await self.init(carry_out, group | {"rank_offset": rank_offset, "world_size": world_size})
 
-    async def shutdown(self, carry_out: CarryOut) -> None:
-        """Leave the trainer's group, if there is one."""
+    async def init_broadcaster(
+        self, carry_out: CarryOut, host: str, port: int, rank_offset: int, inference_world_size: int
+    ) -> dict[str, Any]:
+        """Return {"status": "ok"}, when the trainer and all inference ranks have met. Every later `/update_weights`
+        receives one broadcast of all weights from the trainer, until `/shutdown_weight_transfer_engine`."""
+        await self._join(carry_out, host, port, rank_offset + 1, inference_world_size + 1)
+        self._has_broadcaster = True
+        return {"status": "ok"}
+
+    async def shutdown(self, carry_out: CarryOut) -> dict[str, Any]:
+        """Return {"message"}."""
         try:
             await carry_out(DestroyWeightsUpdateGroupReq(group_name=GROUP_NAME))
         except VerlServerError as error:
             if error.status_code != 400:  # 400: there is no group
                 raise
-        self._init, self.has_broadcaster = InitInfo(), False
+        self._init, self._has_broadcaster = InitInfo(), False
+        return {"message": "Weight transfer shut down"}
 
-    async def start(self, carry_out: CarryOut) -> None:
-        """Open a transaction. Running requests finish first, unless generation is paused."""
+    async def _join(self, carry_out: CarryOut, address: str, port: int, rank_offset: int, world_size: int) -> None:
+        """Join a group, in place of an earlier one."""
+        await self.shutdown(carry_out)
+        await carry_out(
+            InitWeightsUpdateGroupReq(
+                master_address=address,
+                master_port=port,
+                rank_offset=rank_offset,
+                world_size=world_size,
+                group_name=GROUP_NAME,
+                rendezvous="unique_id",
+            )
+        )
+
+    async def start(self, carry_out: CarryOut, is_checkpoint_format: Any = True) -> dict[str, Any]:
+        """Return {"message"}. No step is taken until `/finish_weight_update`. Running requests finish before, unless
+        generation is paused. The transaction ends if it receives no call for `weight_update_lease` seconds."""
         await carry_out(BeginWeightUpdateReq())
+        return {"message": "Weight update started"}
 
-    async def finish(self, carry_out: CarryOut, weight_version: str | None) -> dict[str, Any]:
-        """Close the transaction: what was written becomes one new version. Return what the answer says of it."""
-        return _coverage(await carry_out(EndWeightUpdateReq(weight_version=weight_version)))
+    async def start_draft(self, carry_out: CarryOut) -> dict[str, Any]:
+        """Return 400: there is no draft model."""
+        raise BadRequestError("There is no draft model. Use /start_weight_update.")
 
-    async def update_from_path(self, carry_out: CarryOut, path: str | None) -> None:
-        """Carry out prime-rl's update: receive what the trainer broadcasts, or load the folder `path` without a group.
+    async def finish(self, carry_out: CarryOut, weight_version: Any = None) -> dict[str, Any]:
+        """Return {"message", "not_covered"}. What was written since `/start_weight_update` is one new version.
+        `not_covered` has the number and the first names of the parameters that were not written."""
+        version = None if weight_version is None else str(weight_version)
+        reply = await carry_out(EndWeightUpdateReq(weight_version=version))
+        return {"message": "Weight update finished"} | _coverage(reply)
+
+    async def update(
+        self, carry_out: CarryOut, update_info: dict[str, Any] | None, weight_dir: str | None
+    ) -> dict[str, Any]:
+        """Return {"message"} for `update_info`, {"status": "ok"} for `weight_dir`. After `/init_broadcaster`, the
+        weights are received from the trainer, and `weight_dir` is not read. With `update_info` outside
+        `/start_weight_update` there is "not_covered", too; see `/finish_weight_update`."""
+        of_prime_rl = weight_dir is not None or self._has_broadcaster
+        if (update_info is not None) == of_prime_rl:
+            raise BadRequestError("The body needs either `update_info` (vLLM) or `weight_dir` (prime-rl).")
+        if of_prime_rl:
+            await self._update_all(carry_out, weight_dir)
+            return {"status": "ok"}
+        return await self.update_tensors(carry_out, update_info)
+
+    async def update_from_path(self, carry_out: CarryOut, weight_path: Any = None) -> None:
+        """Carry out prime-rl's update, as `/update_weights` does with `weight_dir`."""
+        await self._update_all(carry_out, None if weight_path is None else path_text(weight_path))
+
+    async def _update_all(self, carry_out: CarryOut, path: str | None) -> None:
+        """Receive what the trainer broadcasts, or load the folder `path` without a group.
 
         With a group, the folder holds only the files by which the trainer and its orchestrator wait for each other.
         """
-        if self.has_broadcaster:
+        if self._has_broadcaster:
             await carry_out(
                 UpdateWeightsFromDistributedReq(
                     names=[],
@@ -167,17 +232,15 @@ class WeightTransfer:
                     partial=False,
                 )
             )
-            return
-        if not path:
+        elif not path:
             raise BadRequestError("The path of the weights is missing. Without /init_broadcaster, a folder is loaded.")
-        await carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
+        else:
+            await carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
 
-    async def update(self, carry_out: CarryOut, raw: Any) -> dict[str, Any]:
-        """Write tensors into the weights. Outside a transaction, the update is a version of its own.
-
-        Return what the answer says of this version.
-        """
-        info = _converted("update_info", raw, UpdateInfo)
+    async def update_tensors(self, carry_out: CarryOut, update_info: Any = None) -> dict[str, Any]:
+        """Write tensors into the weights. Outside a transaction, the update is a version of its own."""
+        info = _converted("update_info", update_info, UpdateInfo)
+        req: UpdateWeightsFromTensorReq | UpdateWeightsFromDistributedReq
         if info.ipc_handles is not None:
             raise BadRequestError("update_info.ipc_handles is not JSON: send ipc_handles_pickled.")
         if info.ipc_handles_pickled is not None:
@@ -188,15 +251,15 @@ class WeightTransfer:
                 handles=info.ipc_handles_pickled,
                 sizes=info.tensor_sizes,
             )
-            return _coverage(await carry_out(UpdateWeightsFromTensorReq(ipc_handles=handles)))
-        if self._init.master_address is None:
+            req = UpdateWeightsFromTensorReq(ipc_handles=handles)
+        elif self._init.master_address is None:
             raise BadRequestError(
                 "Weight transfer is not initialized: call /init_weight_transfer_engine with the trainer's address, or "
                 "send ipc_handles_pickled."
             )
-        packed = info.packed if info.packed is not None else bool(self._init.packed)
-        reply = await carry_out(
-            UpdateWeightsFromDistributedReq(
+        else:
+            packed = info.packed if info.packed is not None else bool(self._init.packed)
+            req = UpdateWeightsFromDistributedReq(
                 names=info.names,
                 dtypes=info.dtype_names,
                 shapes=info.shapes,
@@ -204,8 +267,21 @@ class WeightTransfer:
                 load_format="packed" if packed else None,
                 packed_buffer_size_bytes=info.packed_buffer_size_bytes or self._init.packed_buffer_size_bytes,
             )
-        )
-        return _coverage(reply)
+        return {"message": "Weights updated"} | _coverage(await carry_out(req))
+
+    async def update_one(
+        self, carry_out: CarryOut, name: Any = None, dtype_name: Any = None, shape: Any = None
+    ) -> None:
+        """Receive one tensor that the trainer broadcasts."""
+        one = {"names": [name], "dtype_names": [dtype_name], "shapes": [shape]}
+        await self.update_tensors(carry_out, one | {"packed": False})
+
+
+def path_text(given: Any) -> str:
+    """Return the path of weights that a caller gave. Raise BadRequestError for another value."""
+    if not isinstance(given, str) or not given:
+        raise BadRequestError(f"The path of the weights must be text, not {given!r:.100}.")
+    return given
 
 
 def _coverage(reply: ControlReply) -> dict[str, Any]:
