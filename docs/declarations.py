@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_server.server.http.field_docs import docs_in
+
 PACKAGE = "verl_server"
 _DATA_BASES = {"Struct", "TypedDict", "StrEnum"}
 _BOUNDS = {
@@ -221,11 +223,11 @@ class Class:
     def fields(self) -> list[Field]:
         """Fields in order, those of base classes first."""
         fields = {field.name: field for base in self.bases for field in base.fields()}
-        body = self._node.body
-        for i, node in enumerate(body):
-            doc = _doc_after(body, i)
+        docs = docs_in(self._node.body)
+        for node in self._node.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):  # a member of an enumeration
-                fields[node.targets[0].id] = Field(node.targets[0].id, "", ast.unparse(node.value), doc, ())
+                member = node.targets[0].id
+                fields[member] = Field(member, "", ast.unparse(node.value), docs.get(member, ""), ())
             if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
                 continue
             name, annotation = node.target.id, ast.unparse(node.annotation)
@@ -234,6 +236,7 @@ class Class:
             text, bounds = self._package.type_text(self.module, node.annotation)
             default = None if node.value is None else self._package.value_text(self.module, node.value)
             classes = tuple(self._package.classes_in(self.module, node.annotation))
+            doc = docs.get(name, "")
             doc = f"{doc} ({', '.join(bounds)})".strip() if bounds else doc
             fields[name] = Field(name, text, default, doc, classes, _option_name(node.annotation))
         return list(fields.values())
@@ -313,14 +316,6 @@ def _union(parts: list[ast.expr]) -> ast.expr:
     for part in parts[1:]:
         result = ast.BinOp(result, ast.BitOr(), part)
     return result
-
-
-def _doc_after(body: list[ast.stmt], i: int) -> str:
-    """The docstring that follows statement `i`."""
-    node = body[i + 1] if i + 1 < len(body) else None
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return " ".join(node.value.value.split())
-    return ""
 
 
 def _all_arguments(arguments: ast.arguments) -> list[ast.arg]:

@@ -19,6 +19,7 @@ from declarations import Class, ClassName, Field, Function, Package
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
 from verl_server.server.http.operation import Operation
+from verl_server.server.openapi import SAMPLING
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -53,7 +54,6 @@ SECTIONS = {
     "verl_server.server.openapi": "The description of all routes",
 }
 """Titles of the modules that mount routes."""
-VLLM_SAMPLING = "verl_server.server.dialects.vllm.sampling"
 
 
 class Page:
@@ -220,8 +220,8 @@ def http_page(site: Site) -> None:
         page.add(f"## {SECTIONS[module]}", prose(site.package.module(module).doc.partition("\n\n")[0]))
         for operation in group:
             used += add_operation(site, page, operation)
-    page.add_class(site.package.class_of("verl_server.sampling_params", "SamplingParams"))
-    page.add_class(site.package.class_of(VLLM_SAMPLING, "VllmSamplingParams"))
+    for params, *_ in SAMPLING:
+        page.add_class(site.package.class_of(params.__module__, params.__name__))
     page.add("## Refused fields", "Known fields that are refused, or have no effect: [fields](fields.md).")
     page.add("## Errors", prose(site.package.module("verl_server.errors").doc))
     page.add(prose(site.package.module("verl_server.server.http.responses").doc.partition("\n\n")[2]))
@@ -272,11 +272,9 @@ def fields_page(site: Site) -> None:
             continue
         page.add("## " + ", ".join(f"`{path}`" for path in operation.paths))
         add_treatments(page, operation.fields, operation.refused, operation.without_effect)
-    sampling, vllm = map(importlib.import_module, ("verl_server.sampling_params", VLLM_SAMPLING))
-    page.add("## SamplingParams")
-    add_treatments(page, sampling.SamplingParams.__struct_fields__, sampling.UNSUPPORTED_PARAMS, {})
-    page.add("## VllmSamplingParams")
-    add_treatments(page, vllm.VllmSamplingParams.__struct_fields__, vllm.SAMPLING_REFUSED, vllm.SAMPLING_WITHOUT_EFFECT)
+    for params, _, refused, without_effect in SAMPLING:
+        page.add(f"## {params.__name__}")
+        add_treatments(page, params.__struct_fields__, refused, without_effect)
 
 
 def add_treatments(

@@ -3,6 +3,9 @@
 llguidance matches upper-case names (terminals) as regular expressions, and lower-case names as rules of a grammar over
 terminals. A terminal takes the longest match, so a rule of many small terminals can reject text that the grammar
 describes. Therefore every rule that does not contain itself becomes a terminal, which is exact.
+
+`llguidance.gbnf_to_lark` (1.7) is not used: it ends a rule at the end of a line, decodes escapes such as `\\u0041`
+wrongly, and has no limits.
 """
 
 from __future__ import annotations

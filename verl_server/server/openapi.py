@@ -101,11 +101,11 @@ _SHAPES = {
     "openai": ("StatusError", "MessageError"),
 }
 """Dialect -> shapes of its errors. The middlewares in front of all dialects answer with the last two."""
-_SAMPLING: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
-    SamplingParams: GenerateReqInput,
-    VllmSamplingParams: InferenceRequest,
-}
-"""Sampling parameters -> the body that holds them."""
+SAMPLING: list[tuple[type[msgspec.Struct], type[msgspec.Struct], Mapping[str, str], Mapping[str, str]]] = [
+    (SamplingParams, GenerateReqInput, UNSUPPORTED_PARAMS, {}),
+    (VllmSamplingParams, InferenceRequest, SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT),
+]
+"""(sampling parameters, body that holds them, their refused fields, their fields without effect)"""
 _ALL_SHAPES = ("StatusError", "MessageError", "RefusedUpdate")
 
 
@@ -265,7 +265,7 @@ class _Schemas:
     def __init__(self, operations: list[Operation]) -> None:
         bodies = {operation.body for operation in operations if operation.body is not None}
         answers = [operation.answer for operation in operations if operation.answer is not None]
-        types = [*sorted(bodies, key=lambda body: body.__name__), *answers, SamplingParams, VllmSamplingParams]
+        types = [*sorted(bodies, key=lambda body: body.__name__), *answers, *(params for params, *_ in SAMPLING)]
         references, self.components = msgspec.json.schema_components(types, ref_template=_REF, schema_hook=_any)
         self._references = list(zip(types, references, strict=True))
         for cls in _classes(types):
@@ -276,8 +276,8 @@ class _Schemas:
         for operation in operations:
             if operation.body is not None:
                 _add_known_fields(self.components[operation.body.__name__], operation.refused, operation.without_effect)
-        self._describe_sampling(SamplingParams, UNSUPPORTED_PARAMS, {})
-        self._describe_sampling(VllmSamplingParams, SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT)
+        for params, holder, refused, without_effect in SAMPLING:
+            self._describe_sampling(params, holder, refused, without_effect)
         self.components |= _ERRORS
         self.errors = {}
 
@@ -285,13 +285,17 @@ class _Schemas:
         return next(reference for known, reference in self._references if known == type_)
 
     def _describe_sampling(
-        self, params: type[msgspec.Struct], refused: Mapping[str, str], without_effect: Mapping[str, str]
+        self,
+        params: type[msgspec.Struct],
+        holder: type[msgspec.Struct],
+        refused: Mapping[str, str],
+        without_effect: Mapping[str, str],
     ) -> None:
         """`sampling_params` is decoded on its own, so the struct of a body does not say what it holds."""
         component = self.components[params.__name__]
         _accept_null(component)
         _add_known_fields(component, refused, without_effect)
-        if (body := self.components.get(_SAMPLING[params].__name__)) is not None:
+        if (body := self.components.get(holder.__name__)) is not None:
             one = {"$ref": _REF.format(name=params.__name__)}
             many = [{"type": "array", "items": one}] if params is SamplingParams else []
             body["properties"]["sampling_params"]["anyOf"] = [one, *many, {"type": "null"}]
@@ -332,7 +336,7 @@ def _describe_fields(component: Schema, cls: type) -> None:
     for name, doc in field_docs(cls).items():
         if name in properties:
             properties[name] = {key: value for key, value in properties[name].items() if key != "description"}
-            properties[name]["description"] = " ".join(doc.split())
+            properties[name]["description"] = doc
 
 
 def _accept_null(component: Schema) -> None:

@@ -1,6 +1,6 @@
 """The docstrings below the fields of a class, read from its source: Python keeps none of them.
 
-`server.openapi` describes the fields of bodies and answers with them.
+`server.openapi` and `docs/declarations.py` describe fields with them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def _module_docs(module: str) -> dict[str, dict[str, str]]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except OSError:
         return {}
-    return {node.name: _docs_in(node.body) for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {node.name: docs_in(node.body) for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def _docs_in(body: list[ast.stmt]) -> dict[str, str]:
+def docs_in(body: list[ast.stmt]) -> dict[str, str]:
+    """Return field -> docstring in one line, for the fields or members that the body of a class declares."""
     docs = {}
     for field, after in itertools.pairwise(body):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+        target = field.targets[0] if isinstance(field, ast.Assign) else getattr(field, "target", None)
+        if not isinstance(target, ast.Name) or not isinstance(after, ast.Expr):
             continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            docs[field.target.id] = inspect.cleandoc(after.value.value)
+        if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            docs[target.id] = " ".join(after.value.value.split())
     return docs
