@@ -22,7 +22,7 @@ from verl_server.errors import (
 from verl_server.messages import io_struct as io
 from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq, UpdateWeightVersionReq
 from verl_server.server.generate_request import GenerateReqInput
-from verl_server.server.text.bad_words import bad_words_ids
+from verl_server.server.submission import bad_words_ids
 
 
 async def _result(stack: Stack, **body: Any) -> Any:

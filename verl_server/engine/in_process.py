@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from verl_server.engine.base import EngineBase, Result
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerUnavailableError
 from verl_server.messages.io_struct import ControlReply, ControlReq
-from verl_server.messages.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
+from verl_server.messages.results import GenerateResult, ModelInfo, ServerInfo
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.launch import EngineProcesses, wait_for_followers
 from verl_server.server_args import ServerArgs
@@ -44,7 +44,7 @@ class Engine(EngineBase):
         # The finalizer runs at shutdown(), when the engine is garbage-collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self._processes.shutdown)
         try:
-            self.scheduler_info = cast(SchedulerInfo, self._processes.wait_ready())
+            self.scheduler_info = self._processes.wait_ready()
             if self._processes.manager is not None:
                 self._manager_or_none: TokenizerManager | None = self._processes.manager
                 self._info = InfoApi(self._processes.manager, self.server_args)

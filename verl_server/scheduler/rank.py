@@ -20,6 +20,7 @@ from typing import Any
 
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.messages.results import SchedulerInfo
 from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.scheduler.sockets import SchedulerSockets
@@ -104,7 +105,7 @@ def run_rank(
     gc.freeze()  # the model and the imports live as long as the process, so no collection needs to visit them
     gc.enable()
     start.mark("ready")
-    info = scheduler_info(server_args, worker, runner, rank) | {"start": start.moments}
+    info = dict(scheduler_info(server_args, worker, runner, rank, start))
     logger.info("Ready: %s", start)
     if rank > 0:
         if server_args.nnodes == 1:  # rank 0 receives the signal too, and stops this rank after its step
@@ -149,7 +150,9 @@ def _end_if_lost(stager: Stager) -> None:
         os._exit(1)
 
 
-def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunner, rank: int) -> dict[str, Any]:
+def scheduler_info(
+    server_args: ServerArgs, worker: TpWorker, runner: ModelRunner, rank: int, start: StartTimes
+) -> SchedulerInfo:
     """Return the limits and properties of this rank that the parent process reads when the rank is ready."""
     capacity = runner.num_pages * runner.page_size
     return {
@@ -169,6 +172,7 @@ def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunne
         "device_uuid": device_uuid(runner.device),
         "unsupported": [],
         "logprobs_after_filters": False,
+        "start": start.moments,
     }
 
 

@@ -26,13 +26,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from verl_server.errors import ServerDiedError, ServerLaunchError
 from verl_server.ipc.child_process import ChildProcess, child_main, describe_exit
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.sockets import bind_socket
+from verl_server.messages.results import SchedulerInfo
 from verl_server.server.output_folders import check_output_folders
 from verl_server.server.text.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
@@ -103,7 +104,7 @@ class EngineProcesses:
             name = f"scheduler-tp{tp_rank}" if args.engine == "embedded" else args.engine
             self.children.append(ChildProcess(name, module, argument, pass_fds=fds))
 
-    def wait_ready(self, check: Check | None = None) -> dict[str, Any]:
+    def wait_ready(self, check: Check | None = None) -> SchedulerInfo:
         """Load the tokenizer, then wait until all child processes are ready. Return the first child's scheduler_info.
 
         Raise ServerLaunchError if a child ends or is not ready within `startup_timeout`, and whatever `check` raises.
@@ -111,10 +112,11 @@ class EngineProcesses:
         deadline = time.monotonic() + self.server_args.startup_timeout
         if self.manager is not None:
             self._model_text.load_tokenizer()
-        infos = []
+        infos: list[SchedulerInfo] = []
         for child in self.children:
             left = max(0.0, deadline - time.monotonic())
-            infos.append(child.wait_ready(left, also=functools.partial(self._check, child, check)))
+            info = child.wait_ready(left, also=functools.partial(self._check, child, check))
+            infos.append(cast(SchedulerInfo, info))
         if self.manager is not None:
             self.manager.start(self._model_text, infos[0], self.children)
         return infos[0]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError
 from verl_server.messages.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES
+from verl_server.messages.results import SchedulerInfo
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
 from verl_server.server.limits import Limits
 from verl_server.server.packed_prompts import read_packed
@@ -43,7 +44,7 @@ _LONGEST_NAME = 100
 
 
 class TextService:
-    def __init__(self, server_args: ServerArgs, model_text: ModelText, scheduler_info: dict[str, Any]) -> None:
+    def __init__(self, server_args: ServerArgs, model_text: ModelText, scheduler_info: SchedulerInfo) -> None:
         """Workers are started when they are needed."""
         self.bounds = msgspec.convert(scheduler_info, ModelBounds)
         self.limits = Limits.of(server_args, self.bounds.context_length)

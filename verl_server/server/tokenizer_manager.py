@@ -16,7 +16,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -28,7 +28,6 @@ from verl_server.errors import (
     ServerUnavailableError,
     VerlServerError,
 )
-from verl_server.grammar.source import grammar_of
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.messages.io_struct import (
     AbortReq,
@@ -43,11 +42,10 @@ from verl_server.messages.io_struct import (
     PauseGenerationReq,
     SchedulerInput,
     SchedulerOutput,
-    TokenizedGenerateReq,
 )
-from verl_server.sampling_params import GRAMMARS
+from verl_server.messages.results import SchedulerInfo
 from verl_server.server.arrivals import Arrivals
-from verl_server.server.generate_request import GenerateReqInput, ReadRequest, Samples, check_samples
+from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
 from verl_server.server.loop_thread import LoopThread
 from verl_server.server.metrics import Metrics, model_label
@@ -57,10 +55,7 @@ from verl_server.server.scheduler_calls import ControlCalls
 from verl_server.server.scheduler_watch import Child, SchedulerWatch
 from verl_server.server.session_hints import hint_id
 from verl_server.server.slices import Slices
-from verl_server.server.text.bad_words import bad_words_ids
-from verl_server.server.text.grammar_checks import CheckedGrammar
-from verl_server.server.text.stop_regex import StopRegexes
-from verl_server.server.text.text_tools import Ids, count_ids
+from verl_server.server.submission import Submission
 from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.text_service import TextService
 from verl_server.server_args import ServerArgs
@@ -86,8 +81,8 @@ class TokenizerManager:
         self.instance_id = secrets.token_hex(8)
         """Random id of this run of the engine. Pushed weights exist only as long as the run."""
         self.model_text: ModelText | None = None
-        self._text: TextService | None = None
-        self.scheduler_info: dict[str, Any] = {}
+        self._submission: Submission | None = None
+        self.scheduler_info = cast(SchedulerInfo, {})
         self.metrics = Metrics(model_label(server_args))
         self.ready = False
         """True after the warm-up request was answered."""
@@ -115,11 +110,11 @@ class TokenizerManager:
         self._thread = LoopThread("tokenizer-manager")
         self.loop = self._thread.loop
 
-    def start(self, model_text: ModelText, scheduler_info: dict[str, Any], children: Sequence[Child] = ()) -> None:
+    def start(self, model_text: ModelText, scheduler_info: SchedulerInfo, children: Sequence[Child] = ()) -> None:
         """Begin to accept requests. When one of `children` ends, every waiting call fails."""
         self.model_text = model_text
         self.scheduler_info = scheduler_info
-        self._text = TextService(self.server_args, model_text, scheduler_info)
+        self._submission = Submission(self.server_args, model_text, scheduler_info, self._serial, self._encode)
         self.controls.weight_version = scheduler_info.get("weight_version", self.controls.weight_version)
         self._children = children
         self.run_sync(self._start_tasks(), timeout=30)
@@ -182,29 +177,10 @@ class TokenizerManager:
         for which the request itself names none.
         """
         self.check_serving()
-        recorded = recorded or {}
-        prompts, slices = read.prompts, Slices()
-        states: list[ReqState] = []
-        messages: list[bytes] = []
-        tokens = candidates = 0
-        for ids, samples in zip(
-            prompts, read.request.expand(len(prompts), read.is_single, self.text.limits), strict=True
-        ):
-            count = count_ids(ids)
-            self._check(samples, count)
-            grammar = grammar_of(samples.sampling)
-            checked = None if grammar is None else await self.text.grammars.check(grammar)
-            await self._prepare_text(samples, slices)
-            assert samples.sampling.max_new_tokens is not None
-            tokens += count * len(samples.rids)
-            candidates += samples.candidates(count, samples.sampling.max_new_tokens)
-            self.text.limits.check_prompt_tokens(tokens)
-            self.text.limits.check_reply(candidates)
-            for k in range(len(samples.rids)):
-                if states:  # a request of one sample is one slice
-                    await slices.end()
-                states.append(self._make_state(read.request, samples, k, ids, write, checked, session_id))
-                messages.append(self._encode(states[-1].req))
+        assert self._submission is not None
+        recorded, slices = recorded or {}, Slices()
+        samples = await self._submission.samples(read, write, session_id, slices)
+        states = [state for state, _ in samples]
         self.check_serving()
         new = [state for k, state in enumerate(states) if k not in recorded]
         for state in new:
@@ -224,7 +200,7 @@ class TokenizerManager:
                 self._by_name.setdefault(named, {})[state.req.rid] = state
                 state.request_name = named
         try:
-            for k, (state, message) in enumerate(zip(states, messages, strict=True)):
+            for k, (state, message) in enumerate(samples):
                 if k:
                     await slices.end()
                 for out in recorded.get(k, ()):
@@ -236,97 +212,20 @@ class TokenizerManager:
         except BaseException:
             generation.close()
             raise
-        self.metrics.requests_accepted(len(new), tokens)
+        self.metrics.requests_accepted(len(new), sum(state.num_prompt_tokens for state in states))
         return generation
-
-    def _check(self, samples: Samples, prompt_tokens: int) -> None:
-        """Check the samples of one prompt against the model. Set a missing `max_new_tokens` as high as possible."""
-        assert self.model_text is not None
-        check_samples(samples, prompt_tokens, self.text.bounds, has_tokenizer=self.model_text.tokenizer is not None)
-        if samples.sampling.max_new_tokens is None:
-            # Context, KV cache and reply limit the output.
-            room = self.text.bounds.longest - prompt_tokens
-            if each := samples.candidates(prompt_tokens, 1) - (prompt := samples.candidates(prompt_tokens, 0)):
-                room = min(room, (self.text.limits.max_logprobs_per_request - prompt) // each)
-            samples.sampling = msgspec.structs.replace(samples.sampling, max_new_tokens=max(1, room))
-        is_default = samples.sampling.logprobs_mode == "default"
-        if is_default and samples.sampling.is_filtered and self.scheduler_info.get("logprobs_after_filters"):
-            samples.sampling = msgspec.structs.replace(samples.sampling, logprobs_mode="sampling")  # what it will be
-
-    async def _prepare_text(self, samples: Samples, slices: Slices) -> None:
-        """Tokenize `bad_words` and compile `stop_regex`. Raise BadRequestError."""
-        assert self.model_text is not None
-        sampling, encode = samples.sampling, self.model_text.encode
-        if sampling.bad_words:
-            samples.bad_words_ids = bad_words_ids(sampling.bad_words, lambda word: encode(word, False))
-        if sampling.stop_regex:
-            for pattern in sampling.stop_regex:
-                StopRegexes([pattern])  # RE2's module keeps it for the next line
-                await slices.end()
-            samples.stop_regexes = StopRegexes(sampling.stop_regex)
-
-    def _make_state(
-        self,
-        obj: GenerateReqInput,
-        samples: Samples,
-        k: int,
-        ids: Ids,
-        write: Write | None,
-        grammar: CheckedGrammar | None,
-        session_id: str,
-    ) -> ReqState:
-        """Return the state of sample `k` of a prompt."""
-        assert self.model_text is not None
-        sampling = samples.sampling_of(k)
-        stop_ids = [] if sampling.ignore_eos else [*self.model_text.eos_token_ids, *(sampling.stop_token_ids or [])]
-        decode = None
-        if self.model_text.tokenizer is not None:
-            decode = self.model_text.decoder(sampling.skip_special_tokens, sampling.spaces_between_special_tokens)
-        # The name in scheduler messages is never used again. So late tokens of an ended request cannot reach a new
-        # request whose caller chose the same rid.
-        req = TokenizedGenerateReq(
-            rid=f"{next(self._serial)}:{samples.rids[k]}",
-            input_ids=ids if isinstance(ids, list) else [],
-            packed_ids=ids if isinstance(ids, bytes) else b"",
-            sampling=sampling,
-            stop_ids=stop_ids,
-            return_logprob=samples.return_logprob,
-            logprob_start_len=samples.logprob_start_len if samples.return_logprob else -1,
-            top_logprobs_num=samples.top_logprobs_num if samples.return_logprob else 0,
-            token_ids_logprob=samples.token_ids_logprob if samples.return_logprob else None,
-            sampling_mask_num=min(samples.sampling_mask_num, self.text.bounds.vocab_size),
-            bad_words_ids=samples.bad_words_ids,
-            namespace=samples.namespace,
-            priority=obj.priority or 0,
-            session_id=samples.session_id or session_id,
-        )
-        if grammar is not None:
-            req.sampling = msgspec.structs.replace(sampling, **dict.fromkeys(GRAMMARS))
-            req.grammar, req.grammar_bytes = grammar.translation, grammar.compiled_bytes
-        return ReqState(
-            samples.rids[k],
-            req,
-            decode,
-            stream=obj.stream,
-            logprob_text=obj.return_text_in_logprobs,
-            return_prompt_token_ids=obj.return_prompt_token_ids,
-            columnar=obj.columnar,
-            stop_regexes=samples.stop_regexes,
-            support_logprobs=samples.sampling_logprobs_mode == "support",
-            write=write,
-        )
 
     @property
     def text(self) -> TextService:
         """The text service. While the server starts, there is none, and this raises as `check_serving` does."""
-        if self._text is None:
+        if self._submission is None:
             self.check_serving()
-        assert self._text is not None
-        return self._text
+        assert self._submission is not None
+        return self._submission.text
 
     @property
     def context_length(self) -> int:
-        return int(self.scheduler_info["context_length"])
+        return self.scheduler_info["context_length"]
 
     def _frame_gap(self) -> float:
         """Return the least time in seconds between two frames of one stream. It grows with the requests in progress."""
@@ -544,8 +443,8 @@ class TokenizerManager:
             await self._abort_running()
             self._die(self._refusal)
         await self._stop_http()
-        if self._text is not None:
-            await self._text.close()
+        if self._submission is not None:
+            await self._submission.text.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -6,13 +6,13 @@ Only settings are included that this server has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from verl_server.messages.results import SchedulerInfo
 from verl_server.server_args import ServerArgs
 
 
-def vllm_config(server_args: ServerArgs, scheduler_info: Mapping[str, Any], model_path: str) -> dict[str, Any]:
+def vllm_config(server_args: ServerArgs, scheduler_info: SchedulerInfo, model_path: str) -> dict[str, Any]:
     """Return the settings of this server. Parts that it does not have, such as LoRA, are None."""
     size = server_args.tp_size
     return {
