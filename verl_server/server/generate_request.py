@@ -23,8 +23,8 @@ from verl_server.server.limits import Limits
 from verl_server.server.session_hints import hint_id
 from verl_server.server.text.stop_regex import StopRegexes
 from verl_server.server.text.text_tools import Ids, Job, ModelBounds, TextTools
-from verl_server.web.json_body import names_of_unknown, parse_json
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_body import given_fields, names_of_unknown, parse_json
+from verl_server.web.json_convert import read_struct
 
 SamplingLogprobsMode = Literal["selected", "support"]
 
@@ -109,16 +109,11 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     @classmethod
     def parse(cls, body: Any) -> GenerateReqInput:
         """Decode a JSON-like object. Raise BadRequestError. `unknown_fields` lists the keys that are no fields."""
-        if not isinstance(body, dict):
-            raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
-        given = {key: value for key, value in body.items() if value is not None}
+        given = given_fields(body)
         for name, remedy in UNSUPPORTED_FIELDS.items():
             if name in given and not _is_unset(given[name]):
                 raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
-        try:
-            request = convert_json(given, cls)
-        except msgspec.ValidationError as error:
-            raise BadRequestError(str(error).replace("`$.", "`")) from None
+        request = read_struct(given, cls)
         if request.session_id and request.session_params is not None:
             raise BadRequestError(
                 "session_id and session_params cannot both be set. session_params names a recorded session; leave "

@@ -1,5 +1,5 @@
-"""`parse_json` decodes the body of a request, `names_of_unknown` lists its unknown fields. Routes and text workers call
-them."""
+"""`parse_json` decodes the body of a request, `given_fields` checks that it is an object, and `names_of_unknown` lists
+its unknown fields. Routes and text workers call them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def parse_json(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise MalformedBodyError(f"The body is not valid JSON: {error}. (NaN and Infinity are not JSON.)") from None
+
+
+def given_fields(body: Any) -> dict[str, Any]:
+    """Return the fields of a body, without those that are null. Raise BadRequestError for a body that is no object."""
+    if not isinstance(body, dict):
+        raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def names_of_unknown(body: Mapping[str, Any], read: msgspec.Struct) -> list[str]:

@@ -21,6 +21,8 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
+from verl_server.errors import BadRequestError
+
 T = TypeVar("T")
 _LEAST, _MOST = -(2**63), 2**64 - 1
 
@@ -35,6 +37,14 @@ def convert_json(value: Any, kind: type[T]) -> T:
     for name, each in given.items() if isinstance(given, dict) else ():
         _check_text(name, each, getattr(read, name, None))
     return read
+
+
+def read_struct(value: Any, kind: type[T], place: str = "") -> T:
+    """Return `convert_json(value, kind)`. Raise BadRequestError: `place`, what is wrong, and in which field."""
+    try:
+        return convert_json(value, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(place + str(error).replace("`$.", "`")) from None
 
 
 def _check_text(name: str, given: Any, read: Any) -> None:

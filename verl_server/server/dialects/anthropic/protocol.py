@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_body import given_fields, names_of_unknown
+from verl_server.web.json_convert import read_struct
 
 R = TypeVar("R", bound="CountTokensRequest")
 
@@ -129,15 +129,10 @@ class TokenCount(msgspec.Struct):
 
 def parse_body(body: Any, kind: type[R]) -> tuple[R, list[str]]:
     """Decode a body. Return (request, names of unknown fields). Raise BadRequestError, which names a field."""
-    if not isinstance(body, dict):
-        raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
-    given = {key: value for key, value in body.items() if value is not None}
+    given = given_fields(body)
     for name, remedy in REFUSED.items():
         if given.get(name) not in (None, False, [], {}, ""):
             refusal = ThreadUnsupportedError if name == "thread" else BadRequestError
             raise refusal(f"Field `{name}` is not supported: {remedy}.")
-    try:
-        request = convert_json(given, kind)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(str(error).replace("`$.", "`")) from None
+    request = read_struct(given, kind)
     return request, names_of_unknown(body, request)

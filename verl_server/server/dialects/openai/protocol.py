@@ -16,8 +16,8 @@ from verl_server.sampling_params import LogprobsMode
 from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint, read_schema
 from verl_server.server.dialects.openai.fields import HARMLESS
 from verl_server.server.generate_request import GenerateReqInput, SamplingLogprobsMode
-from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_body import given_fields, names_of_unknown
+from verl_server.web.json_convert import read_struct
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -328,23 +328,12 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
 
 def parse_openai(body: Any, kind: type[R], refused: Mapping[str, str]) -> tuple[R, list[str]]:
     """Decode a body. Return (request, its `names_of_unknown`). Raise BadRequestError."""
-    if not isinstance(body, dict):
-        raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
-    given = {key: value for key, value in body.items() if value is not None}
+    given = given_fields(body)
     for name in given.keys() & refused.keys():
         if given[name] not in (*_UNSET, *HARMLESS.get(name, ())):
             raise BadRequestError(f"Field `{name}` is not supported: {refused[name]}.")
-    request = convert(given, kind)
+    request = read_struct(given, kind)
     return request, names_of_unknown(body, request)
-
-
-def convert(body: Any, kind: type[R]) -> R:
-    """Decode a body without its nulls. Raise BadRequestError, which names the field."""
-    given = {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
-    try:
-        return convert_json(given, kind)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(str(error).replace("`$.", "`")) from None
 
 
 def at_least(least: int, name: str, value: int | None) -> None:

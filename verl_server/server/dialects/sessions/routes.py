@@ -37,7 +37,7 @@ from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.slices import Slices
 from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_convert import read_struct
 from verl_server.web.numbers import whole_number
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -232,12 +232,7 @@ class SessionApi:
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         given = await read_json(request, self._limit)
-        if isinstance(given, dict):
-            given = {name: value for name, value in given.items() if value is not None}
-        try:
-            read = convert_json(given, kind)
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+        read = read_struct(given, kind, f"{request.url.path}: ")
         refuse_unknown(request, names_of_unknown(given, read))
         return read
 

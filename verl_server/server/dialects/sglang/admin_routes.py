@@ -51,8 +51,8 @@ from verl_server.server.http.responses import (
 from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
-from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_body import given_fields, names_of_unknown
+from verl_server.web.json_convert import read_struct
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -231,14 +231,9 @@ class ControlApi:
     def _convert(self, request: Request, body: Any, kind: type[S]) -> S:
         if body is None:
             body = {}
-        if not isinstance(body, dict):
-            raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
-        known = kind.__struct_fields__
-        try:
-            given = {key: value for key, value in body.items() if value is not None and key in known and key != "id"}
-            read = convert_json(given, kind)
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"{request.scope['path']}: {error}".replace("`$.", "`")) from None
+        known = set(kind.__struct_fields__) - {"id"}
+        given = {name: value for name, value in given_fields(body).items() if name in known}
+        read = read_struct(given, kind, f"{request.scope['path']}: ")
         judge_unknown(request, names_of_unknown(body, read))
         return read
 

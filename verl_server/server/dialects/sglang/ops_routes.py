@@ -21,7 +21,7 @@ from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MOST_NAMES
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_convert import read_struct
 
 _NO_CHANGE = "no setting can be changed while the server runs: restart it"
 _PROFILE_REFUSED = {
@@ -109,10 +109,7 @@ class OpsApi:
         body = await self._body(request, StartProfileReq.__struct_fields__, _PROFILE_REFUSED)
         given = {name: body[name] for name in StartProfileReq.__struct_fields__ if body.get(name) is not None}
         given.pop("id", None)
-        try:
-            req = convert_json(given, StartProfileReq)
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"/start_profile: {error}".replace("`$.", "`")) from None
+        req = read_struct(given, StartProfileReq, "/start_profile: ")
         return await self._profile(request, req, "Start profiling.\n")
 
     async def stop_profile(self, request: Request) -> Response:

@@ -17,7 +17,7 @@ from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_convert import read_struct
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -96,10 +96,6 @@ class SglangSessionApi:
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         given = await read_json(request, self._limit)
-        try:
-            set_fields = {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
-            read = convert_json(set_fields, kind)
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+        read = read_struct(given, kind, f"{request.url.path}: ")
         judge_unknown(request, names_of_unknown(given, read))
         return read

@@ -42,8 +42,8 @@ from verl_server.server.http.responses import json_response, read_json, unless_d
 from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
-from verl_server.web.json_body import MOST_NAMES, names_of_unknown
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_body import MOST_NAMES, given_fields, names_of_unknown
+from verl_server.web.json_convert import read_struct
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -303,20 +303,15 @@ class VllmControlApi:
 
     async def _parse(self, request: Request, kind: type[S], refused: Mapping[str, str] = {}) -> S:
         body = await read_json(request, self._args.max_request_bytes, carries_tensors=kind in _CARRY_TENSORS)
-        if not isinstance(body, dict):
-            raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
+        given = given_fields(body)
         for name, remedy in refused.items():
-            if body.get(name) not in (None, False):
+            if given.get(name) not in (None, False):
                 raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
-        known = kind.__struct_fields__
-        inside = {name: fields for name, fields in TRANSFER_FIELDS.items() if isinstance(body.get(name), dict)}
-        given = {key: body[key] for key in known if body.get(key) is not None}
-        try:
-            read = convert_json(given, kind)
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
-        deeper = [f"{name}.{key}" for name, known in inside.items() for key in body[name] if key not in known]
-        judge_unknown(request, [*names_of_unknown(body, read), *deeper[:MOST_NAMES]])
+        known = {name: given[name] for name in kind.__struct_fields__ if name in given}
+        read = read_struct(known, kind, f"{request.url.path}: ")
+        inside = [(name, fields) for name, fields in TRANSFER_FIELDS.items() if isinstance(given.get(name), dict)]
+        deeper = [f"{name}.{key}" for name, fields in inside for key in given[name] if key not in fields]
+        judge_unknown(request, [*names_of_unknown(given, read), *deeper[:MOST_NAMES]])
         return read
 
 

@@ -10,8 +10,8 @@ from verl_server.errors import BadRequestError
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
 from verl_server.server.text.text_tools import Job, TextTools
-from verl_server.web.json_body import names_of_unknown, parse_json
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_body import given_fields, names_of_unknown, parse_json
+from verl_server.web.json_convert import read_struct
 
 _NO_MULTIMODAL = "only token ids are served"
 
@@ -80,18 +80,13 @@ class ReadInference(msgspec.Struct, kw_only=True):
 def read_inference(tools: TextTools, body: bytes) -> ReadInference:
     """Parse the body and check the prompt. Raise BadRequestError or NeedsWorkerError."""
     raw = parse_json(body)
-    if not isinstance(raw, dict):
-        raise BadRequestError(f"The request body must be a JSON object, not {type(raw).__name__}.")
-    given = {key: value for key, value in raw.items() if value is not None}
+    given = given_fields(raw)
     for name, remedy in REFUSED.items():
         if given.get(name) not in (None, False, 0, "", [], {}):
             raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
     if given.get("output_mode") == "derender":
         raise BadRequestError("output_mode='derender' is not supported: use /v1/chat/completions.")
-    try:
-        request = convert_json(given, InferenceRequest)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(str(error).replace("`$.", "`")) from None
+    request = read_struct(given, InferenceRequest)
     sampling, unknown = VllmSamplingParams.parse(request.sampling_params)
     if not request.token_ids:
         raise BadRequestError("token_ids cannot be empty.")

@@ -34,7 +34,7 @@ from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_convert import read_struct
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _PREFIX = "generate-tokens-"
@@ -129,10 +129,7 @@ class VllmApi:
         """Return {"status", "aborted"}: the number of requests that were running. Each of them ends with its partial
         output. To abort all requests is a control call. A name that no request has is ignored."""
         body = await read_json(request, self._args.max_request_bytes)
-        try:
-            named = convert_json(body, AbortRequestsReq)
-        except msgspec.ValidationError as error:
-            raise BadRequestError(str(error).replace("`$.", "`")) from None
+        named = read_struct(body, AbortRequestsReq)
         judge_unknown(request, names_of_unknown(body, named))
         wanted = named.request_ids
         may_abort_all = request.url.path == _ABORT_ALL

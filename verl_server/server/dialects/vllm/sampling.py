@@ -9,7 +9,7 @@ import orjson
 
 from verl_server.errors import BadRequestError
 from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_convert import read_struct
 
 _NO_INTERNALS = "this server returns tokens and log-probabilities only"
 
@@ -138,10 +138,7 @@ class VllmSamplingParams(msgspec.Struct, kw_only=True):
         for name, remedy in SAMPLING_REFUSED.items():
             if given.get(name) not in (None, False, 0, "", [], {}):
                 raise BadRequestError(f"sampling_params.{name} is not supported: {remedy}.")
-        try:
-            params = convert_json(given, cls)
-        except msgspec.ValidationError as error:
-            raise BadRequestError("sampling_params: " + str(error).replace("`$.", "`")) from None
+        params = read_struct(given, cls, "sampling_params: ")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) < -1:
                 raise BadRequestError(f"sampling_params.{name} must be null, -1 or at least 0.")

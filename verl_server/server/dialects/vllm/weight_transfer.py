@@ -25,7 +25,7 @@ from verl_server.messages.weight_requests import (
     UpdateWeightsFromTensorReq,
     VersionLabel,
 )
-from verl_server.web.json_convert import convert_json
+from verl_server.web.json_convert import read_struct
 from verl_server.weight_sync.handles import PickledHandles, Shape
 
 CarryOut = Callable[[ControlReq], Awaitable[ControlReply]]
@@ -293,7 +293,4 @@ def _coverage(reply: ControlReply) -> dict[str, Any]:
 def _converted(name: str, raw: Any, kind: type[S]) -> S:
     if not isinstance(raw, dict):
         raise BadRequestError(f"The body needs `{name}`, which must be an object, not {type(raw).__name__}.")
-    try:
-        return convert_json(raw, kind)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(f"{name}: " + str(error).replace("`$.", "`")) from None
+    return read_struct(raw, kind, f"{name}: ")
