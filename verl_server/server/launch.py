@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from verl_server.errors import ServerDiedError, ServerLaunchError
+from verl_server.files.run_output import check_output_folders
 from verl_server.ipc.child_process import ChildProcess, child_main, describe_exit
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.sockets import bind_socket
 from verl_server.messages.results import SchedulerInfo
-from verl_server.server.output_folders import check_output_folders
 from verl_server.server.text.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
