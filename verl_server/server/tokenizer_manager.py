@@ -223,10 +223,6 @@ class TokenizerManager:
         assert self._submission is not None
         return self._submission.text
 
-    @property
-    def context_length(self) -> int:
-        return self.scheduler_info["context_length"]
-
     def _frame_gap(self) -> float:
         """Return the least time in seconds between two frames of one stream. It grows with the requests in progress."""
         return min(self.server_args.stream_frame_gap * len(self._states), _LONGEST_FRAME_GAP)

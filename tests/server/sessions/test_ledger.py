@@ -25,7 +25,7 @@ from verl_server.messages.session_types import CreateSession, RewardBody, Sessio
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.limits import Bounds
 from verl_server.server.sessions.stored_turn import stored_turns
-from verl_server.server.sessions.turn import sequence
+from verl_server.server.sessions.turn import ABORTED, sequence
 from verl_server.server.sessions.turn_ledger import TurnLedger
 
 
@@ -299,7 +299,7 @@ def test_a_finished_session_has_no_key_and_aborts_its_turns() -> None:
         assert aborted == [True]
         assert ledger.table.of_key(key) is None
         await turns.commit(opened, finished(next, [2], aborted=True))
-        assert [each.aborted for each in stored_turns(session)] == [True]
+        assert [bool(each.stored.flags & ABORTED) for each in stored_turns(session)] == [True]
         with pytest.raises(SessionEndedError):
             turns.view(who)
         assert ledger.finish(session.id, "again").reason == "done"

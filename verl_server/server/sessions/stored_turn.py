@@ -12,7 +12,7 @@ from verl_server.messages.session_types import ForcedMode, PolicyLogprobs
 from verl_server.sampling_params import EDITS, FILTERS
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.session import Session
-from verl_server.server.sessions.turn import ABORTED, DELIVERED, Turn
+from verl_server.server.sessions.turn import DELIVERED, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,6 @@ class StoredTurn:
         return self.stored.output_tokens
 
     @property
-    def sibling(self) -> int:
-        return self.stored.sibling
-
-    @property
     def spans(self) -> list[tuple[str, int]]:
         return list(self.stored.spans)
 
@@ -106,10 +102,6 @@ class StoredTurn:
     @property
     def delivered(self) -> bool:
         return bool(self.stored.flags & DELIVERED)
-
-    @property
-    def aborted(self) -> bool:
-        return bool(self.stored.flags & ABORTED)
 
     @property
     def child(self) -> str | None:

@@ -151,7 +151,7 @@ class OpenAIApi:
             "owned_by": "verl-server",
             "root": self._manager.controls.model_path,
             "parent": None,
-            "max_model_len": self._manager.context_length,
+            "max_model_len": self._manager.scheduler_info["context_length"],
         }
 
     async def models(self, request: Request) -> Response:

@@ -34,21 +34,18 @@ class Sleep:
         host. Memory that is released already stays released. If the release fails, generation continues."""
         wanted = _chosen(tags, {*_MEMORY}) if level else set()
         async with self._lock:
-            await self._release(carry_out, wanted, level, mode)
-
-    async def _release(self, carry_out: CarryOut, wanted: set[str], level: int, mode: PauseMode) -> None:
-        released = await self._released(carry_out)
-        paused_here = not self._manager.controls.is_paused
-        names = [name for tag in sorted(wanted) for name in _MEMORY[tag] if name not in released]
-        try:
-            await carry_out(PauseGenerationReq(mode=mode))
-            if names:
-                await carry_out(ReleaseMemoryOccupationReq(tags=names, cpu_backup=level == 1))
-        except BaseException:  # also if the client is gone: nobody would continue generation
-            if paused_here:
-                await self._manager.control(ContinueGenerationReq())
-            raise
-        self._paused |= paused_here
+            released = await self._released(carry_out)
+            paused_here = not self._manager.controls.is_paused
+            names = [name for tag in sorted(wanted) for name in _MEMORY[tag] if name not in released]
+            try:
+                await carry_out(PauseGenerationReq(mode=mode))
+                if names:
+                    await carry_out(ReleaseMemoryOccupationReq(tags=names, cpu_backup=level == 1))
+            except BaseException:  # also if the client is gone: nobody would continue generation
+                if paused_here:
+                    await self._manager.control(ContinueGenerationReq())
+                raise
+            self._paused |= paused_here
 
     async def wake_up(self, carry_out: CarryOut, tags: Iterable[Any] | None = None) -> dict[str, Any]:
         """Restore memory, and continue generation if `/sleep` paused it and all memory is there.
@@ -57,19 +54,15 @@ class Sleep:
         """
         wanted = _chosen(None if tags is None else [str(tag) for tag in tags], {*_MEMORY, _SCHEDULING})
         async with self._lock:
-            is_awake = await self._restore(carry_out, wanted)
+            released = await self._released(carry_out)
+            names = [name for tag in sorted(wanted - {_SCHEDULING}) for name in _MEMORY[tag] if name in released]
+            if names:
+                await carry_out(ResumeMemoryOccupationReq(tags=names))
+            is_awake = not set(released) - set(names)
+            if is_awake and self._paused:
+                await carry_out(ContinueGenerationReq())
+                self._paused = False
         return {"status": "awake" if is_awake else "sleeping", "tags": tags}
-
-    async def _restore(self, carry_out: CarryOut, wanted: set[str]) -> bool:
-        released = await self._released(carry_out)
-        names = [name for tag in sorted(wanted - {_SCHEDULING}) for name in _MEMORY[tag] if name in released]
-        if names:
-            await carry_out(ResumeMemoryOccupationReq(tags=names))
-        is_awake = not set(released) - set(names)
-        if is_awake and self._paused:
-            await carry_out(ContinueGenerationReq())
-            self._paused = False
-        return is_awake
 
     async def is_sleeping(self, carry_out: CarryOut) -> bool:
         """Return True if memory is released, or if `/sleep` paused generation and nobody continued it."""
