@@ -19,7 +19,6 @@ from verl_server.messages.session_types import CreateSession, RewardBody, Sessio
 from verl_server.server.sessions.limits import Bounds, check_new, check_reward, check_text
 from verl_server.server.sessions.records import DeleteRecord, FinishRecord, Record, RewardRecord, SessionRecord
 from verl_server.server.sessions.session import Session
-from verl_server.server.sessions.store import MemoryStore, Store
 from verl_server.server.sessions.table import SessionTable, hash_of_key
 from verl_server.server.slices import Slices
 
@@ -30,6 +29,35 @@ _MOST_FREED = 256
 """Sessions that are deleted at once to make room, which takes a few milliseconds."""
 _UNREAD_RETENTION = 24 * 3600.0
 """Seconds that a finished session is kept whose trajectory nobody read."""
+
+
+class Store(Protocol):
+    """Takes every record of the ledger, in order. `journal.Journal` writes them to disk."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be written now; None if the store works."""
+        ...
+
+    def put(self, record: Record) -> None:
+        """Take a record, without waiting."""
+        ...
+
+    async def flushed(self) -> None:
+        """Return when all records so far are durable by policy. Raise SessionUnavailableError if they are not."""
+        ...
+
+
+class MemoryStore:
+    """The store of a server without `session_store`. It drops the records."""
+
+    failure: str | None = None
+
+    def put(self, record: Record) -> None:
+        pass
+
+    async def flushed(self) -> None:
+        pass
 
 
 class Counters(Protocol):
