@@ -13,7 +13,6 @@ import pytest
 from verl_server.errors import BadRequestError
 from verl_server.files.run_output import (
     RECORDS,
-    check_output_folders,
     check_settings,
     claim_file,
     claim_folder,
@@ -25,6 +24,7 @@ from verl_server.files.run_output import (
 )
 from verl_server.rollout.agents.cli import main as agents_main
 from verl_server.rollout.cli import main as rollout_main
+from verl_server.server.launch import check_output_folders
 from verl_server.server_args import ServerArgs
 from verl_server.train.demo import main as demo_main
 from verl_server.train.grpo import main as train_main

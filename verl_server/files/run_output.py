@@ -26,7 +26,6 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.files.durable import make_folder, replace_file, write_file
 from verl_server.files.json_files import read_json
-from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -111,22 +110,6 @@ def check_folder(folder: Path) -> None:
             file.flush()
     except OSError as error:
         raise BadRequestError(f"The folder {folder} cannot be written: {error.strerror or error}.") from None
-
-
-def check_output_folders(server_args: ServerArgs) -> None:
-    """Create the folders that a server writes, and write to them on trial, before a model is loaded.
-
-    Raises BadRequestError, which names the setting, the folder and the reason.
-    """
-    for name in ("session_store", "profile_folder"):
-        folder = getattr(server_args, name)
-        if folder is not None:
-            if not folder.strip():
-                raise BadRequestError(f"ServerArgs.{name} is empty: name a folder, or leave the setting out.")
-            try:
-                check_folder(Path(folder))
-            except BadRequestError as error:
-                raise BadRequestError(f"ServerArgs.{name}: {error}") from None
 
 
 def claim_folder(folder: Path) -> Claim:

@@ -26,11 +26,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from verl_server.errors import ServerDiedError, ServerLaunchError
-from verl_server.files.run_output import check_output_folders
+from verl_server.errors import BadRequestError, ServerDiedError, ServerLaunchError
+from verl_server.files.run_output import check_folder
 from verl_server.ipc.child_process import ChildProcess, child_main, describe_exit
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.sockets import bind_socket
@@ -400,6 +401,22 @@ def _serve_child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], Non
         ready({"url": resolved.url, "port": resolved.port, "pid": os.getpid()})
 
     run_server(server_args, on_ready)
+
+
+def check_output_folders(server_args: ServerArgs) -> None:
+    """Create the folders that a server writes, and write to them on trial, before a model is loaded.
+
+    Raises BadRequestError, which names the setting, the folder and the reason.
+    """
+    for name in ("session_store", "profile_folder"):
+        folder = getattr(server_args, name)
+        if folder is not None:
+            if not folder.strip():
+                raise BadRequestError(f"ServerArgs.{name} is empty: name a folder, or leave the setting out.")
+            try:
+                check_folder(Path(folder))
+            except BadRequestError as error:
+                raise BadRequestError(f"ServerArgs.{name}: {error}") from None
 
 
 if __name__ == "__main__":
