@@ -29,6 +29,7 @@ class Body(msgspec.Struct):
     inner: Inner | None = None
     inners: list[Inner] | None = None
     free: dict[str, Any] | None = None
+    kind: str | None = msgspec.field(default=None, name="class")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ class Body(msgspec.Struct):
         ({"inners": [{"flag": None}, {"count": None}]}, {"inners": [Inner(), Inner()]}),
         ({"stop": "4", "effort": "0.5"}, {"stop": "4", "effort": "0.5"}),
         ({"stop": "null", "count": 4.0}, {"stop": "null", "count": 4}),
+        ({"count": "4", "unknown": "a text", "class": "x"}, {"count": 4, "kind": "x"}),
         (
             {"free": {"x": None, "y": 4.0, "z": {"w": None}}, "count": 4.0},
             {"free": {"x": None, "y": 4.0, "z": {"w": None}}},
@@ -78,6 +80,9 @@ def test_values_that_lose_nothing(given: Any, wanted: dict[str, Any]) -> None:
         {"share": "much"},
         {"share": "nan"},
         {"share": "inf"},
+        {"bias": {"5": "inf"}},
+        {"inner": {"count": "9" * 30}},
+        {"inners": [{"count": "9" * 30}]},
         {"flag": 2},
         {"flag": "yes"},
         {"stop": 4},

@@ -34,8 +34,7 @@ def convert_json(value: Any, kind: type[T]) -> T:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError:
         read = msgspec.convert(given, kind, strict=False)
-    for name, each in given.items() if isinstance(given, dict) else ():
-        _check_text(name, each, getattr(read, name, None))
+    _check_texts("$", given, read)
     return read
 
 
@@ -47,17 +46,27 @@ def read_struct(value: Any, kind: type[T], place: str = "") -> T:
         raise BadRequestError(place + str(error).replace("`$.", "`")) from None
 
 
-def _check_text(name: str, given: Any, read: Any) -> None:
-    """Raise `msgspec.ValidationError` for texts that msgspec converts, and that are no number of JSON."""
-    if isinstance(read, list) and isinstance(given, list):
+def _check_texts(place: str, given: Any, read: Any) -> None:
+    """Raise `msgspec.ValidationError` for texts that msgspec converts, and that are no number of JSON.
+
+    Names that a struct does not have are left to `unknown_fields`.
+    """
+    if isinstance(read, msgspec.Struct) and isinstance(given, dict):
+        for field in msgspec.structs.fields(read):
+            if field.encode_name in given:
+                _check_texts(f"{place}.{field.encode_name}", given[field.encode_name], getattr(read, field.name))
+    elif isinstance(read, list) and isinstance(given, list):
         for part, each in zip(given, read, strict=True):
-            _check_text(name, part, each)
+            _check_texts(place, part, each)
+    elif isinstance(read, dict) and isinstance(given, dict):
+        for name, each in read.items():
+            _check_texts(f"{place}.{name}", given.get(name), each)
     elif isinstance(given, str) and (
         read is None
         or (type(read) is int and not _LEAST <= read <= _MOST)
         or (isinstance(read, float) and not math.isfinite(read))
     ):
-        raise msgspec.ValidationError(f"Expected a number of 64 bits, got `{given:.64}` - at `$.{name}`")
+        raise msgspec.ValidationError(f"Expected a number of 64 bits, got `{given:.64}` - at `{place}`")
 
 
 def _without_nulls(value: Any, kind: Any) -> Any:
