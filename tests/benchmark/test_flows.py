@@ -1,0 +1,29 @@
+"""The recorder of `benchmarks.flows` sees all processes and threads of a push, and counts what it says."""
+
+from __future__ import annotations
+
+from benchmarks.flows import files_of, moves_of, record
+
+
+def test_a_push_is_recorded_from_the_trainer_to_the_copy() -> None:
+    calls = record(("push",), http=False)["push"]
+    files = files_of(calls)
+    assert "engine/verl_engine.py" in files, "the trainer's process"
+    assert "server/tokenizer_manager.py" in files, "the thread of the event loop"
+    assert "weight_sync/receiver/plan.py" in files, "the scheduler's process"
+    assert "server/launch.py" not in files, "the start does not count"
+    assert ("worker/weight_updater.py:WeightUpdater._copy", "weight_sync/receiver/plan.py:UpdatePlan.commit") in (
+        moves_of(calls)
+    )
+
+
+def test_moves_are_calls_between_folders_that_begin_in_the_flow() -> None:
+    calls = {
+        (None, "a/x.py:f"),
+        ("a/x.py:f", "a/y.py:g"),  # one folder
+        ("a/x.py:f", "b/z.py:h"),
+        ("b/z.py:h", "errors.py:e"),  # no folder
+        ("c/loop.py:run", "a/x.py:f"),  # the caller ran before
+    }
+    assert files_of(calls) == ["a/x.py", "a/y.py", "b/z.py", "errors.py"]
+    assert moves_of(calls) == [("a/x.py:f", "b/z.py:h")]
