@@ -61,7 +61,7 @@ from verl_server.server_args import ServerArgs
 if TYPE_CHECKING:
     import torch
 
-    from verl_server.weight_sync.trainer.pusher import Push, WeightPusher
+    from verl_server.engine.push import Push, WeightPusher
     from verl_server.weight_sync.trainer.sender import Mapping
     from verl_server.weight_sync.trainer.shards import TensorShard
 

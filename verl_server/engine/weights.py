@@ -39,8 +39,8 @@ from verl_server.messages.weight_requests import (
 if TYPE_CHECKING:
     import torch
 
+    from verl_server.engine.push import Origin, Push, WeightPusher
     from verl_server.weight_sync.handles import LocalSerializedTensor
-    from verl_server.weight_sync.trainer.pusher import Origin, Push, WeightPusher
     from verl_server.weight_sync.trainer.sender import Mapping
     from verl_server.weight_sync.trainer.shards import TensorShard
 
@@ -331,7 +331,7 @@ class EngineWeights(abc.ABC):
 
     def _weight_pusher(self) -> WeightPusher:
         """Return the pusher. The first push creates it, so that a client that only generates does not import torch."""
-        from verl_server.weight_sync.trainer.pusher import OneRank, WeightPusher
+        from verl_server.engine.push import OneRank, WeightPusher
 
         with self._pusher_lock:
             if self._pusher is None:

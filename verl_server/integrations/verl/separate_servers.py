@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.push import Push, WeightPusher
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerDiedError, VerlServerError
 from verl_server.integrations.verl.trainer_ranks import RANK_TIMEOUT, TrainerRanks
 from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
-from verl_server.weight_sync.trainer.pusher import Push, WeightPusher
 
 _SILENCE_SECONDS = 60.0
 """Most seconds without a heartbeat of the first rank."""

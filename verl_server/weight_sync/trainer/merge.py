@@ -1,6 +1,6 @@
 """One description of what several trainer ranks own, made by the first of them.
 
-Called by `pusher`. Shards of one name are collected in the order of ranks, so that equal boxes of replicas are
+Called by `engine.push`. Shards of one name are collected in the order of ranks, so that equal boxes of replicas are
 listed as the server's ranks choose among them.
 """
 

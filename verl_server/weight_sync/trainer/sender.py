@@ -1,6 +1,6 @@
 """The trainer's side: tensors in, a description of their memory out, the same one while nothing moved.
 
-Held by `pusher` for each engine. A push of the same tensors costs a comparison of pointers; what moved, grew or
+Held by `engine.push` for each engine. A push of the same tensors costs a comparison of pointers; what moved, grew or
 was replaced is seen and described anew under another id. `exports` makes the memory readable for others, `shards`
 finds which parts of full tensors are here. The caller keeps the tensors alive, and does not write to them, until
 the update was answered.

@@ -1,4 +1,4 @@
-"""Reads the trainer's modules for `pusher`: their parameters now, and which ones FSDP2 has gathered for a moment.
+"""Reads the trainer's modules for pushes: their parameters now, and which ones FSDP2 has gathered for a moment.
 
 Parameters are listed again at every push, so that one that was replaced is noticed; as long as the modules are
 built as they were, that costs a comparison and not a walk.

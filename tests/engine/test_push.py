@@ -13,11 +13,11 @@ import torch
 
 from tests.fake_engine import FakeEngine
 from tests.weight_sync.reading import read
+from verl_server.engine.push import Push, WeightPusher
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.messages.io_struct import ControlReply
 from verl_server.messages.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.weight_sync.handles import LocalSerializedTensor
-from verl_server.weight_sync.trainer.pusher import Push, WeightPusher
 from verl_server.weight_sync.trainer.sender import describe_tensors
 from verl_server.weight_sync.trainer.shards import TensorShard
 
