@@ -56,7 +56,7 @@ def test_all_meet_after_the_engines_acted() -> None:
     everyone = Group(2, 4)
     ranks = joint(everyone)
     assert (ranks.rank, ranks.size) == (0, 2), "rank and size must be those within the engine"
-    assert ranks.own(["a", "b", "c", "d"]) == ["c", "d"]
+    assert ranks.of_engine(["a", "b", "c", "d"]) == ["c", "d"]
     assert ranks.act("push", lambda: "done") == "done"
     assert everyone.brought == [_Outcome()]
 

@@ -44,7 +44,7 @@ class ThreadRank:
         self.bytes_sent.append(len(everyone[self.rank]))
         return everyone
 
-    def own(self, parts: list[Any]) -> list[Any]:
+    def of_engine(self, parts: list[Any]) -> list[Any]:
         return parts
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:

@@ -45,7 +45,7 @@ class JointRanks:
             raise
         return self._everyone.gather(what, prepare)
 
-    def own(self, parts: list[T]) -> list[T]:
+    def of_engine(self, parts: list[T]) -> list[T]:
         """Return the parts of this engine's ranks from `parts`, which has one part for each rank of the mesh."""
         return [parts[place] for place in self._engine_places]
 

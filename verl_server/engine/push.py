@@ -1,41 +1,52 @@
-"""The flow of a push, from the tensors of all ranks to the outcome on all ranks.
+"""A weight push: from the tensors of all ranks to the outcome on all ranks.
 
-`EngineBase` holds a `WeightPusher` for this process alone, `VerlEngine` one for its ranks. A push is: every rank
-describes its memory (`sender`), with all of its writes done; the ranks meet, handing descriptions on only when
-they changed; the first rank sends one request; the outcome reaches every rank, and until then nobody returns, for
-the server may be reading the memory.
+`EngineBase` has a `WeightPusher` for this process alone, `VerlEngine` has one for its ranks. In a push, every rank
+describes its memory (`weight_sync.trainer`) after all writes to this memory have finished. The ranks meet, and pass
+descriptions that have changed to the first rank. The first rank sends one request. No rank returns before it has the
+outcome, because the server may still be reading its memory.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from torch import nn
+import torch
 
-from verl_server.errors import BadRequestError, ServerDiedError, UnansweredError, VerlServerError
+from verl_server.errors import (
+    BadRequestError,
+    ControlTimeoutError,
+    ServerDiedError,
+    UnansweredError,
+    VerlServerError,
+)
 from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
-from verl_server.weight_sync.trainer.memory_layout import NamedTensors
 from verl_server.weight_sync.trainer.merge import merge, merged_id
-from verl_server.weight_sync.trainer.sender import Described, Mapping, WeightSender, describe_tensors
-from verl_server.weight_sync.trainer.server_registrations import PushTerms, ServerRegistrations
-from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters
+from verl_server.weight_sync.trainer.sender import (
+    Described,
+    Handles,
+    Mapping,
+    Named,
+    Origin,
+    WeightSender,
+    tensor_source,
+)
 
 T = TypeVar("T")
-Named = Iterable[tuple[str, Any]]
-Origin = nn.Module | Named | Callable[[], Named]
-"""Source of the pushed tensors: a module's parameters, these very tensors, or a function called at each push."""
-
 Send = Callable[["Push"], Any]
 """Sends one request; runs on the first rank only."""
 
+_SETS = 16
+"""Sets of names that are remembered: one version may come in several pushes. The least recently used goes first."""
+
 
 class Ranks(Protocol):
-    """The ranks that push together: those of one engine (`RankGroup`), or of several (`JointRanks`)."""
+    """The ranks that push together: the ranks of one engine (`RankGroup`), or of several (`JointRanks`)."""
 
     rank: int
     size: int
@@ -43,7 +54,7 @@ class Ranks(Protocol):
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]: ...
 
-    def own(self, parts: list[T]) -> list[T]: ...
+    def of_engine(self, parts: list[T]) -> list[T]: ...
 
     def act(self, what: str, act: Callable[[], Any]) -> Any: ...
 
@@ -56,7 +67,7 @@ class OneRank:
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
         return [prepare()]
 
-    def own(self, parts: list[T]) -> list[T]:
+    def of_engine(self, parts: list[T]) -> list[T]:
         return parts
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:
@@ -65,20 +76,26 @@ class OneRank:
 
 @dataclass(frozen=True)
 class Push:
-    """The request of one push, which the first rank sends."""
+    """The source of one update request, which the first rank sends: a description of memory, or handles."""
 
-    terms: PushTerms | None = None
+    id: str = ""
+    by_id: bool = False
+    """True if the server has registered this memory, so that the id is enough."""
+    keep: bool = False
+    """True if the server keeps the memory open after the push."""
+    forget: list[str] = field(default_factory=list)
+    """Registrations that the server closes first."""
     describe: Callable[[], WeightsDescription] | None = None
-    """The description that `terms` speaks of, for a server that does not have it."""
-    named_tensors: list[tuple[str, LocalSerializedTensor]] | None = None
-    """Instead of the two: handles that the caller made."""
+    """Returns the description with this id, for a server that does not have it. None for handles."""
+    handles: Handles | None = None
+    """Handles that the caller made, instead of all of the above."""
 
     def for_readers(self, count: int) -> Push:
-        """The same push for `count` server ranks, of which each reads one value of every handle."""
-        handles = self.named_tensors
+        """Return the same push for `count` server ranks, of which each reads one value of every handle."""
+        handles = self.handles
         if handles is not None:
             handles = [(name, _spread(value, count)) for name, value in handles]
-        return replace(self, named_tensors=handles)
+        return replace(self, handles=handles)
 
 
 class _Part(msgspec.Struct, array_like=True):
@@ -89,7 +106,7 @@ class _Part(msgspec.Struct, array_like=True):
     can_be_kept: bool = True
     description: WeightsDescription | None = None
     """None if the first rank has this description already."""
-    handles: list[tuple[str, LocalSerializedTensor]] | None = None
+    handles: Handles | None = None
 
 
 class WeightPusher:
@@ -100,12 +117,11 @@ class WeightPusher:
         self._sender = WeightSender()
         self._registrations = ServerRegistrations()
         self._source: Callable[[], Named] | None = None
+        """Source of the registered weights."""
         self._mapping: Mapping | None = None
-        self._registered = ""
-        """names_id of what was registered last."""
-        self._told = ""
-        """Id of the description of this rank that the first rank has."""
-        self._peers: dict[int, WeightsDescription] = {}
+        self._sent_id = ""
+        """Id of this rank's description that the first rank has; empty after an error."""
+        self._descriptions: dict[int, WeightsDescription] = {}
         """Last description of each rank that pushes; used on the first rank only."""
         self._lock = threading.Lock()
 
@@ -115,166 +131,206 @@ class WeightPusher:
         return self._source is not None
 
     def update(self, named_tensors: Named, mapping: Mapping | None, send: Send) -> Any:
-        """Push these tensors, by id if the server knows them; returns what `send` returns."""
+        """Push these tensors, by id if the server knows them. Return the result of `send`."""
         with self._lock:
             return self._push("update_weights_from_tensor", lambda: named_tensors, mapping, send)
 
-    def register(self, source: Origin, mapping: Mapping | None, send: Send) -> Any:
-        """Have the server open them now; `push` sends them from then on."""
+    def register(self, origin: Origin, mapping: Mapping | None, send: Send) -> Any:
+        """Make the server open the memory of `origin` now. From then on, `push` pushes `origin`."""
         with self._lock:
-            listed = _listing(source)
-            result = self._push("register_weights", listed, mapping, send, register=True)
-            self._source, self._mapping = listed, mapping
+            source = tensor_source(origin)
+            result = self._push("register_weights", source, mapping, send, register=True)
+            self._source, self._mapping = source, mapping
             return result
 
     def push(self, send: Send) -> Any:
-        """Push what was registered, as it is now."""
+        """Push the current values of the registered weights."""
         with self._lock:
             if self._source is None:
                 raise BadRequestError("No weights are registered: call register_weights(model) first.")
             return self._push("push_weights", self._source, self._mapping, send, register=True)
 
     def unregister(self, send: Callable[[list[str]], Any]) -> None:
-        """Have the server close everything that it may have open; afterwards the memory may be freed."""
+        """Make the server close all memory that it may have open. Afterwards the memory may be freed."""
         with self._lock:
             ids = self._registrations.open_ids()
             self._ranks.gather("unregister_weights", bytes)
             self._ranks.act("unregister_weights", lambda: send(ids) if ids else None)
-            self._source = self._mapping = None
-            self._registrations.clear()
+            self.end()
 
     def released(self, tags: list[str] | None) -> None:
-        """The engine released memory: it shares its device with the trainer, and closed what it had of ours."""
+        """Note that the engine released memory: it shares its device with the trainer, and has closed our memory."""
         with self._lock:
             self._registrations.second_sight = False
             if tags is None or "weights" in tags:
                 self._registrations.clear()
 
     def end(self) -> list[str]:
-        """Hold nothing any more; returns what the server may still have open. Waits for no push."""
+        """Release all memory. Return the ids that the server may still have open. Does not wait for a push."""
         ids = self._registrations.open_ids()
         self._source = self._mapping = None
         self._registrations.clear()
         return ids
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _push(
         self, what: str, source: Callable[[], Named], mapping: Mapping | None, send: Send, register: bool = False
     ) -> Any:
-        alive: list[Any] = []  # until the outcome is known: temporaries have no other owner
-        mine: list[Described] = []
+        """Describe, meet, merge, send and settle. Return the result of `send` on every rank."""
+        described: list[Described] = []  # refers to the tensors until the outcome is known: nobody else may do so
 
-        def prepare() -> bytes:
-            tensors = _expanded(source(), mapping)
-            alive.append(tensors)
-            return msgspec.msgpack.encode(self._part(tensors, mine))
+        def describe() -> bytes:
+            described.append(self._sender.describe_source(source, mapping))
+            return msgspec.msgpack.encode(self._part(described[0]))
 
-        parts = [msgspec.msgpack.decode(data, type=_Part) for data in self._ranks.gather(what, prepare)]
+        parts = [msgspec.msgpack.decode(data, type=_Part) for data in self._ranks.gather(what, describe)]
         if any(part.handles is not None for part in parts):
-            own = self._ranks.own(parts)
-            with _saying_what_is_certain():
-                return self._ranks.act(what, lambda: send(Push(named_tensors=_combined(own))))
+            with _note_if_unanswered():
+                return self._ranks.act(what, lambda: send(Push(handles=_combined(self._ranks.of_engine(parts)))))
+        self._sent_id = described[0].description.id
         names_id, id = merged_id([part.names_id for part in parts]), merged_id([part.id for part in parts])
-        self._told = mine[0].description.id
         if register:
-            if self._registered != names_id:
-                self._registrations.replace(self._registered)
-            self._registered = names_id
+            self._registrations.replace_registered(names_id)
         can_be_kept = all(part.can_be_kept for part in parts)
-        terms = self._registrations.next_push(
-            names_id, id, mine[0].storages, register=register, can_be_kept=can_be_kept
+        push = self._registrations.next_push(
+            names_id, id, described[0].storages, register=register, can_be_kept=can_be_kept
         )
+
+        def merge_and_send() -> Any:
+            self._descriptions |= {rank: part.description for rank, part in enumerate(parts) if part.description}
+            return send(replace(push, describe=lambda: self._merged(parts)))
+
         try:
-            with _saying_what_is_certain():
-                result = self._ranks.act(what, lambda: send(Push(terms, self._description(parts))))
+            with _note_if_unanswered():
+                result = self._ranks.act(what, merge_and_send)
         except BaseException as error:  # also Ctrl-C
-            self._told = ""  # whatever went wrong, the next push starts from nothing
-            self._registrations.failed(terms, error)
+            self._sent_id = ""  # the next push sends the whole description again
+            self._registrations.failed(push, error)
             raise
-        self._registrations.succeeded(names_id, terms)
+        self._registrations.succeeded(names_id, push)
         return result
 
-    def _part(self, tensors: list[tuple[str, Any]], mine: list[Described]) -> _Part:
-        if not isinstance(tensors, NamedTensors) and any(isinstance(t, LocalSerializedTensor) for _, t in tensors):
-            return _Part(handles=_handles(tensors, self._ranks))
-        described = self._sender.describe(tensors)
-        mine.append(described)
-        id, names_id = described.description.id, described.names_id
-        known = self._told == id
-        return _Part(id, names_id, described.can_be_kept, None if known else described.description)
+    def _part(self, described: Described) -> _Part:
+        description, handles, rank = described.description, described.handles, self._ranks.rank
+        if handles is not None and self._ranks.size > 1:  # a handle may have one value for each rank
+            handles = [(name, LocalSerializedTensor(values=[value.get(rank)])) for name, value in handles]
+        known = self._sent_id == description.id
+        return _Part(description.id, described.names_id, described.can_be_kept, None if known else description, handles)
 
-    def _description(self, parts: list[_Part]) -> Callable[[], WeightsDescription]:
-        """Returns a function that merges the descriptions of all ranks. Runs on the first rank."""
-        self._peers |= {rank: part.description for rank, part in enumerate(parts) if part.description is not None}
-        known = [self._peers.get(rank) for rank in range(len(parts))]
-        own = self._ranks.own(list(range(len(parts))))
-        return lambda: merge(
-            [_expected(description, part) for description, part in zip(known, parts, strict=True)], own
-        )
+    def _merged(self, parts: list[_Part]) -> WeightsDescription:
+        """Return the description of all ranks' memory. Runs on the first rank."""
+        known = [self._descriptions.get(rank) for rank in range(len(parts))]
+        descriptions = [
+            each for each, part in zip(known, parts, strict=True) if each is not None and each.id == part.id
+        ]
+        if len(descriptions) < len(parts):
+            raise RuntimeError("A rank pushed by an id that the first rank does not know.")
+        return merge(descriptions, self._ranks.of_engine(list(range(len(parts)))))
+
+
+@dataclass
+class _Set:
+    last: str = ""
+    """Id of its last push."""
+    kept: str = ""
+    """Id under which the server keeps it open, as far as we know."""
+
+
+class ServerRegistrations:
+    """The memory of a trainer that one engine's server may have open, and what the next push says about this memory.
+
+    All ranks of an engine call the methods with the same ids and outcomes, so all ranks decide alike: whether a push
+    travels by id, whether the server keeps the memory open afterwards, and which registrations it closes. Freeing CUDA
+    memory that another process maps is undefined behaviour. So this object refers to storages from before a request is
+    sent until the server is known to have closed them, also after an error that left the outcome unknown.
+
+    *Second sight*: a set of tensors is kept open only when two pushes in a row brought it in the same memory.
+    Temporaries (a copied state dict, gathered parameters) are thus never held.
+
+    Not thread-safe: the pushes of an engine run one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.second_sight = True
+        """False for an engine that shares its memory with the trainer: memory that is held could not be offloaded."""
+        self._sets: collections.OrderedDict[str, _Set] = collections.OrderedDict()
+        self._open: dict[str, list[torch.UntypedStorage]] = {}
+        """Every id that the server may have open or may still read, with the CUDA storages behind it."""
+        self._registered = ""
+        """Names that were registered last."""
+
+    def next_push(
+        self,
+        names_id: str,
+        id: str,
+        storages: Callable[[], list[torch.UntypedStorage]],
+        *,
+        register: bool,
+        can_be_kept: bool,
+    ) -> Push:
+        """Return the push of the tensors `names_id` in the memory `id`, and hold the storages of this memory.
+
+        `register`: the caller asked for a registration.
+        `can_be_kept`: every change of this memory would be noticed.
+        """
+        known = self._sets.setdefault(names_id, _Set())
+        self._sets.move_to_end(names_id)
+        while len(self._sets) > _SETS:
+            self._sets.popitem(last=False)
+        seen_before = self.second_sight and id == known.last
+        keep = can_be_kept and (register or id in self._open or seen_before)
+        kept = {other.kept for other in self._sets.values() if other is not known} | {id}
+        push = Push(id, by_id=keep and id == known.kept, keep=keep, forget=[k for k in self._open if k not in kept])
+        known.last = id
+        if id not in self._open:
+            self._open[id] = [storage for storage in storages() if storage.device.type == "cuda"]
+        return push
+
+    def replace_registered(self, names_id: str) -> None:
+        """Drop the names that were registered before, if they differ. The next request makes the server forget them."""
+        if self._registered != names_id:
+            self._sets.pop(self._registered, None)
+        self._registered = names_id
+
+    def succeeded(self, names_id: str, push: Push) -> None:
+        """The request was carried out: the server has closed what it was told to forget."""
+        for id in push.forget:
+            self._open.pop(id, None)
+        if not push.keep:
+            self._open.pop(push.id, None)
+        if names_id in self._sets:  # not if everything was cleared meanwhile, at shutdown
+            self._sets[names_id].kept = push.id if push.keep else ""
+
+    def failed(self, push: Push, error: BaseException) -> None:
+        """The request was refused, which is its end: or late, or without an answer, and the server may still have its
+        memory open, as it may when the connection broke or Ctrl-C came."""
+        is_over = isinstance(error, VerlServerError) and not isinstance(error, (ControlTimeoutError, ServerDiedError))
+        if is_over and not push.keep:
+            self._open.pop(push.id, None)
+
+    def open_ids(self) -> list[str]:
+        """Everything that the server may have open."""
+        return list(self._open)
+
+    def clear(self) -> None:
+        """The server has closed everything, or ended."""
+        self._sets.clear()
+        self._open.clear()
 
 
 @contextlib.contextmanager
-def _saying_what_is_certain() -> Iterator[None]:
-    """Add to an error that is no answer of the server's what became of the push."""
+def _note_if_unanswered() -> Iterator[None]:
+    """Add a note about the outcome of the push to an error that is not the server's answer."""
     try:
         yield
     except BaseException as error:
         answered = isinstance(error, VerlServerError) and not isinstance(error, (UnansweredError, ServerDiedError))
         if not answered:
             error.add_note(
-                "This push ended without the server's answer. A server that lives drops it, unless it was copying at "
-                "that moment: then it finishes, and serves what the tensors held meanwhile. Which of the two, is "
-                "certain again after the next push that succeeds."
+                "This push ended without the server's answer. A running server drops the push, unless it was already "
+                "copying: then it finishes the copy, with the values that the tensors hold meanwhile. The server holds "
+                "either the old or the new weights. The next successful push settles which."
             )
         raise
-
-
-def _expected(description: WeightsDescription | None, part: _Part) -> WeightsDescription:
-    if description is None or description.id != part.id:
-        raise RuntimeError("A rank pushed by an id that the first rank does not know.")
-    return description
-
-
-def _listing(source: Origin) -> Callable[[], Named]:
-    if isinstance(source, nn.Module):
-        return ModuleParameters(source).named
-    if callable(source):
-        return source
-    pairs = list(source)
-    if all(_is_pair(pair) and not isinstance(pair[1], LocalSerializedTensor) for pair in pairs):
-        pairs = NamedTensors(pairs)
-    return lambda: pairs
-
-
-def _expanded(named: Named, mapping: Mapping | None) -> list[tuple[str, Any]]:
-    """(name, tensor) pairs as the server shall see them."""
-    pairs: list[tuple[str, Any]] = named if isinstance(named, NamedTensors) else _checked(named)
-    return pairs if mapping is None else [entry for name, tensor in pairs for entry in mapping(name, tensor)]
-
-
-def _checked(named: Named) -> list[tuple[str, Any]]:
-    pairs = list(named)
-    for pair in pairs:
-        if not _is_pair(pair):
-            raise BadRequestError(
-                f"named_tensors must yield (name, tensor) pairs, not {type(pair).__name__}: pass "
-                "model.named_parameters() or model.state_dict().items()."
-            )
-    return pairs
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str)
-
-
-def _handles(tensors: list[tuple[str, Any]], ranks: Ranks) -> list[tuple[str, LocalSerializedTensor]]:
-    """Handles of all tensors in order. Where a handle has one value for each rank, this rank's value."""
-    described = iter(describe_tensors([(n, t) for n, t in tensors if not isinstance(t, LocalSerializedTensor)]))
-    handles = [(n, t) if isinstance(t, LocalSerializedTensor) else next(described) for n, t in tensors]
-    if ranks.size == 1:
-        return handles
-    return [(name, LocalSerializedTensor(values=[value.get(ranks.rank)])) for name, value in handles]
 
 
 def _combined(parts: list[_Part]) -> list[tuple[str, LocalSerializedTensor]]:

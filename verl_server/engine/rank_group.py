@@ -105,8 +105,8 @@ class RankGroup:
             )
         return [entry.payload for entry in entries]
 
-    def own(self, parts: list[T]) -> list[T]:
-        """Return `parts` as they are: all ranks of the group belong to one engine (`JointRanks.own` selects some)."""
+    def of_engine(self, parts: list[T]) -> list[T]:
+        """Return `parts` as they are, because all ranks of the group belong to one engine (see `JointRanks`)."""
         return parts
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:

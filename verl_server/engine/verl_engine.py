@@ -25,7 +25,7 @@ from verl_server.engine.placement import (
     ranks_of_engine,
     seed_of_engine,
 )
-from verl_server.engine.push import Origin, Push, WeightPusher
+from verl_server.engine.push import Push, WeightPusher
 from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ServerUnavailableError
@@ -34,7 +34,7 @@ from verl_server.messages.results import GenerateResult, ServerInfo
 from verl_server.messages.weight_requests import UpdateMode
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import LocalSerializedTensor
-from verl_server.weight_sync.trainer.sender import Mapping
+from verl_server.weight_sync.trainer.sender import Mapping, Origin
 from verl_server.weight_sync.trainer.shards import TensorShard
 
 P = ParamSpec("P")

@@ -39,9 +39,9 @@ from verl_server.messages.weight_requests import (
 if TYPE_CHECKING:
     import torch
 
-    from verl_server.engine.push import Origin, Push, WeightPusher
+    from verl_server.engine.push import Push, WeightPusher
     from verl_server.weight_sync.handles import LocalSerializedTensor
-    from verl_server.weight_sync.trainer.sender import Mapping
+    from verl_server.weight_sync.trainer.sender import Mapping, Origin
     from verl_server.weight_sync.trainer.shards import TensorShard
 
 _UNKNOWN_REGISTRATION, _CONFLICT = 404, 409
@@ -288,29 +288,29 @@ class EngineWeights(abc.ABC):
 
         Return (True, message). Raise WeightUpdateError if the server refuses the update.
         """
-        req, terms = self._in_transaction(req), push.terms
-        if terms is None or push.describe is None:
-            return self._update(msgspec.structs.replace(req, named_tensors=push.named_tensors))
-        req = msgspec.structs.replace(req, forget=terms.forget)
-        if terms.by_id:
-            by_id = msgspec.structs.replace(req, registration=terms.id)
+        req = self._in_transaction(req)
+        if push.describe is None:
+            return self._update(msgspec.structs.replace(req, named_tensors=push.handles))
+        req = msgspec.structs.replace(req, forget=push.forget)
+        if push.by_id:
+            by_id = msgspec.structs.replace(req, registration=push.id)
             reply = self._control(by_id)
             if reply.success or reply.status_code != _UNKNOWN_REGISTRATION:
                 return self._updated(by_id, reply)
-        return self._update(msgspec.structs.replace(req, description=push.describe(), keep=terms.keep))
+        return self._update(msgspec.structs.replace(req, description=push.describe(), keep=push.keep))
 
     def send_registration(self, push: Push, strict_dtype: bool) -> None:
         """Send the description of `push` for registration. Raise BadRequestError if the memory cannot be registered."""
-        if push.terms is None or push.describe is None:
+        if push.describe is None:
             raise BadRequestError(
                 "register_weights accepts tensors only; a handle (LocalSerializedTensor) is for a single update."
             )
-        if not push.terms.keep:
+        if not push.keep:
             raise BadRequestError(
                 "This CUDA memory cannot be registered, because the driver does not report its allocations. Use "
                 "update_weights_from_tensor."
             )
-        req = RegisterWeightsReq(description=push.describe(), forget=push.terms.forget, strict_dtype=strict_dtype)
+        req = RegisterWeightsReq(description=push.describe(), forget=push.forget, strict_dtype=strict_dtype)
         self._update(req)
 
     def send_unregistration(self, registrations: list[str]) -> None:

@@ -1,9 +1,9 @@
 """The trainer's side: tensors in, a description of their memory out, the same one while nothing moved.
 
-Held by `engine.push` for each engine. A push of the same tensors costs a comparison of pointers; what moved, grew or
-was replaced is seen and described anew under another id. `exports` makes the memory readable for others, `shards`
-finds which parts of full tensors are here. The caller keeps the tensors alive, and does not write to them, until
-the update was answered.
+`engine.push` has a `WeightSender` for each engine. A push of the same tensors costs a comparison of pointers. A tensor
+that moved, grew or was replaced is noticed, and the set is described again under another id. `exports` makes the memory
+readable for others, `shards` finds which parts of full tensors are here. The caller keeps the tensors alive, and does
+not write to them, until the update was answered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl_server.errors import BadRequestError
@@ -26,9 +27,14 @@ from verl_server.weight_sync.trainer.description import Pushed, describe_memory,
 from verl_server.weight_sync.trainer.exports import Exports, Region
 from verl_server.weight_sync.trainer.memory_layout import LayoutGuard, MemoryLayout, NamedTensors
 from verl_server.weight_sync.trainer.shards import local_tensor
-from verl_server.weight_sync.trainer.trainer_modules import gathered_by_fsdp
+from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters, gathered_by_fsdp
 
 logger = logging.getLogger(__name__)
+
+Named = Iterable[tuple[str, Any]]
+Origin = nn.Module | Named | Callable[[], Named]
+"""Source of the pushed tensors: a module's parameters, these very tensors, or a function called at each push."""
+Handles = list[tuple[str, LocalSerializedTensor]]
 
 Mapping = Callable[[str, torch.Tensor], Iterable[Pushed]]
 """(name, tensor) as the trainer has them -> the tensors or shards that the server knows, for example the parts of a
@@ -50,6 +56,8 @@ class Described:
     """Refer to the memory, for the time of a push."""
     can_be_kept: bool
     """True if a server may keep this memory open: changes of all of it would be noticed."""
+    handles: Handles | None = None
+    """Handles for one update instead of the description, which is empty then."""
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Strong references to the storages of the tensors."""
@@ -121,6 +129,22 @@ class WeightSender:
         self._known: collections.OrderedDict[tuple[str, ...], _Known] = collections.OrderedDict()
         self._lock = threading.Lock()
 
+    def describe_source(self, source: Callable[[], Named], mapping: Mapping | None) -> Described:
+        """Describe the tensors that `source` returns, under the names and in the parts of `mapping`; see `describe`.
+
+        If a `LocalSerializedTensor` is among them, the result has handles of all of them, in their order.
+        """
+        named = source()
+        pairs: list[tuple[str, Any]] = named if isinstance(named, NamedTensors) else _checked(named)
+        if mapping is not None:
+            pairs = [entry for name, tensor in pairs for entry in mapping(name, tensor)]
+        if isinstance(pairs, NamedTensors) or not any(isinstance(value, LocalSerializedTensor) for _, value in pairs):
+            return self.describe(pairs)
+        made = iter(describe_tensors([pair for pair in pairs if not isinstance(pair[1], LocalSerializedTensor)]))
+        handles = [pair if isinstance(pair[1], LocalSerializedTensor) else next(made) for pair in pairs]
+        nothing = WeightsDescription(id="", allocations=[], tensors=[])
+        return Described(nothing, "", pairs, can_be_kept=True, handles=handles)
+
     def describe(self, tensors: list[Pushed]) -> Described:
         """The memory of `tensors` on this rank, with everything written that was queued on its devices.
 
@@ -161,6 +185,33 @@ class WeightSender:
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return known
+
+
+def tensor_source(origin: Origin) -> Callable[[], Named]:
+    """Return a function that returns the current tensors of `origin`."""
+    if isinstance(origin, nn.Module):
+        return ModuleParameters(origin).named
+    if callable(origin):
+        return origin
+    pairs = list(origin)
+    if all(_is_pair(pair) and not isinstance(pair[1], LocalSerializedTensor) for pair in pairs):
+        pairs = NamedTensors(pairs)
+    return lambda: pairs
+
+
+def _checked(named: Named) -> list[tuple[str, Any]]:
+    pairs = list(named)
+    for pair in pairs:
+        if not _is_pair(pair):
+            raise BadRequestError(
+                f"named_tensors must yield (name, tensor) pairs, not {type(pair).__name__}: pass "
+                "model.named_parameters() or model.state_dict().items()."
+            )
+    return pairs
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str)
 
 
 def _storages(tensors: list[Pushed]) -> dict[int, torch.UntypedStorage]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from verl_server.engine.push import Push, ServerRegistrations
 from verl_server.errors import ControlTimeoutError, ServerDiedError, UnansweredError, WeightUpdateError
-from verl_server.weight_sync.trainer.server_registrations import PushTerms, ServerRegistrations
 
 
 class Bench:
@@ -16,7 +16,7 @@ class Bench:
 
     def push(
         self, names: str, id: str, *, register: bool = False, can_be_kept: bool = True, error: Exception | None = None
-    ) -> PushTerms:
+    ) -> Push:
         terms = self.registrations.next_push(names, id, list, register=register, can_be_kept=can_be_kept)
         if error is None:
             self.registrations.succeeded(names, terms)
@@ -27,9 +27,9 @@ class Bench:
 
 def test_second_sight() -> None:
     bench = Bench()
-    assert bench.push("model", "a") == PushTerms("a", by_id=False, keep=False, forget=[])
-    assert bench.push("model", "a") == PushTerms("a", by_id=False, keep=True, forget=[])
-    assert bench.push("model", "a") == PushTerms("a", by_id=True, keep=True, forget=[])
+    assert bench.push("model", "a") == Push("a", by_id=False, keep=False, forget=[])
+    assert bench.push("model", "a") == Push("a", by_id=False, keep=True, forget=[])
+    assert bench.push("model", "a") == Push("a", by_id=True, keep=True, forget=[])
     assert bench.registrations.open_ids() == ["a"]
 
 
@@ -44,16 +44,16 @@ def test_what_moved_is_forgotten_with_the_next_request() -> None:
     bench = Bench()
     for _ in range(3):
         bench.push("model", "a")
-    assert bench.push("model", "b") == PushTerms("b", by_id=False, keep=False, forget=["a"])
+    assert bench.push("model", "b") == Push("b", by_id=False, keep=False, forget=["a"])
     assert bench.registrations.open_ids() == []
     assert bench.push("model", "b").keep
 
 
 def test_explicit_registration_needs_no_second_sight() -> None:
     bench = Bench()
-    assert bench.push("model", "a", register=True) == PushTerms("a", by_id=False, keep=True, forget=[])
+    assert bench.push("model", "a", register=True) == Push("a", by_id=False, keep=True, forget=[])
     assert bench.push("model", "a", register=True).by_id
-    assert bench.push("model", "b", register=True) == PushTerms("b", by_id=False, keep=True, forget=["a"])
+    assert bench.push("model", "b", register=True) == Push("b", by_id=False, keep=True, forget=["a"])
 
 
 def test_a_version_in_several_pushes_keeps_all_of_them() -> None:
@@ -62,7 +62,7 @@ def test_a_version_in_several_pushes_keeps_all_of_them() -> None:
         for names in "xyz":
             bench.push(names, names + "1")
     assert [bench.push(names, names + "1") for names in "xyz"] == [
-        PushTerms(names + "1", by_id=True, keep=True, forget=[]) for names in "xyz"
+        Push(names + "1", by_id=True, keep=True, forget=[]) for names in "xyz"
     ]
 
 
@@ -98,7 +98,7 @@ def test_memory_is_held_while_the_outcome_is_unknown() -> None:
 def test_memory_whose_changes_cannot_be_seen_is_not_kept() -> None:
     bench = Bench()
     for _ in range(4):
-        assert bench.push("model", "a", can_be_kept=False) == PushTerms("a", by_id=False, keep=False, forget=[])
+        assert bench.push("model", "a", can_be_kept=False) == Push("a", by_id=False, keep=False, forget=[])
 
 
 def test_an_engine_that_released_memory_gets_nothing_by_itself() -> None:
