@@ -250,6 +250,8 @@ class Class:
         methods.pop("__init__", None)
         own: dict[str, Function] = {}
         for node in self._node.body:
+            if (wrapped := self._wrapped(node)) is not None:
+                own[wrapped.name] = wrapped
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             is_overload = any(ast.unparse(d) == "overload" for d in node.decorator_list)
@@ -261,6 +263,14 @@ class Class:
             if inherited or node.name not in methods:
                 own[node.name] = method
         return list((methods | own if inherited else own).values())
+
+    def _wrapped(self, node: ast.stmt) -> Function | None:
+        """The method of another class that `name = wrapper(OtherClass.name)` wraps; None for any other statement."""
+        match node:
+            case ast.Assign(value=ast.Call(args=[ast.Attribute(value=ast.Name(id=other), attr=name)])):
+                methods = self._package.class_of(self.module.name, other).methods(inherited=True)
+                return next(method for method in methods if method.name == name)
+        return None
 
 
 class _Expand(ast.NodeTransformer):

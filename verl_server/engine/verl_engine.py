@@ -7,16 +7,17 @@ server process. Rank 0 calls the engine; every rank gets the same result or erro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, cast, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.engine.base import EngineBase
 from verl_server.engine.http import HttpServerEngineAdapter
-from verl_server.engine.options import GenerateOptions, PushOptions, TensorUpdateOptions, UpdateOptions
+from verl_server.engine.options import GenerateOptions, PushOptions
 from verl_server.engine.placement import (
     given_settings,
     join_ranks,
@@ -29,8 +30,7 @@ from verl_server.engine.push import Push, WeightPusher
 from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ServerUnavailableError
-from verl_server.messages.io_struct import PauseMode
-from verl_server.messages.results import GenerateResult, ServerInfo
+from verl_server.messages.results import GenerateResult
 from verl_server.messages.weight_requests import UpdateMode
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import LocalSerializedTensor
@@ -39,6 +39,18 @@ from verl_server.weight_sync.trainer.shards import TensorShard
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _on_all_ranks(method: Callable[Concatenate[EngineBase, P], T]) -> Callable[Concatenate[VerlEngine, P], T]:
+    """Return `method` for `VerlEngine`: rank 0's engine runs it, and every rank gets the result or raises the error."""
+    is_tuple = method.__annotations__["return"].startswith("tuple")  # which travels between the ranks as a list
+
+    @functools.wraps(method)
+    def call(self: VerlEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: Any = self._on_engine(method.__name__, methodcaller(method.__name__, *args, **kwargs))
+        return cast(T, tuple(result) if is_tuple else result)
+
+    return call
 
 
 class VerlEngine:
@@ -188,25 +200,11 @@ class VerlEngine:
         result: GenerateResult | list[GenerateResult] = self._on_engine("generate", generate)
         return result
 
-    def flush_cache(self, timeout: float = 0.0) -> bool:
-        """Empty the prefix cache. Wait up to `timeout` seconds for an idle engine; return False if it stays busy."""
-        return self._forward(EngineBase.flush_cache, timeout)
-
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Abort the request `rid`, or all requests; see `EngineBase.abort_request`."""
-        self._forward(EngineBase.abort_request, rid, abort_all)
-
-    def close_session(self, session_id: str) -> None:
-        """Note that no request with this `session_id` follows; see `EngineBase.close_session`."""
-        self._forward(EngineBase.close_session, session_id)
-
-    def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Stop generation until `continue_generation`; see `EngineBase.pause_generation`."""
-        self._forward(EngineBase.pause_generation, mode)
-
-    def continue_generation(self) -> None:
-        """Continue generation after `pause_generation`."""
-        self._forward(EngineBase.continue_generation)
+    flush_cache = _on_all_ranks(EngineBase.flush_cache)
+    abort_request = _on_all_ranks(EngineBase.abort_request)
+    close_session = _on_all_ranks(EngineBase.close_session)
+    pause_generation = _on_all_ranks(EngineBase.pause_generation)
+    continue_generation = _on_all_ranks(EngineBase.continue_generation)
 
     # -- weights and memory ------------------------------------------------------------------------------------
 
@@ -281,130 +279,19 @@ class VerlEngine:
         """Accept a server that was started again; see `HttpServerEngineAdapter.accept_restart`."""
         self._on_engine("accept_restart", lambda engine: _restartable(engine).accept_restart())
 
-    def begin_weight_update(
-        self,
-        transaction_id: str | None = None,
-        *,
-        lease_seconds: float | None = None,
-        full: bool | None = None,
-        mode: UpdateMode = "wait",
-    ) -> str:
-        """Open a transaction and return the transaction's id; see `EngineWeights.begin_weight_update`."""
-        return self._forward(
-            EngineBase.begin_weight_update, transaction_id, lease_seconds=lease_seconds, full=full, mode=mode
-        )
-
-    def end_weight_update(
-        self,
-        transaction_id: str | None = None,
-        *,
-        weight_version: str | None = None,
-        flush_cache: bool = True,
-        discard: bool = False,
-        partial: bool = False,
-    ) -> tuple[bool, str]:
-        """Close the transaction; see `EngineWeights.end_weight_update`."""
-        return self._forward_update(
-            EngineBase.end_weight_update,
-            transaction_id,
-            weight_version=weight_version,
-            flush_cache=flush_cache,
-            discard=discard,
-            partial=partial,
-        )
-
-    def init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str = "weight_update_group",
-        backend: str = "nccl",
-    ) -> tuple[bool, str]:
-        """Make the server join a process group; see `EngineWeights.init_weights_update_group`.
-
-        The trainer joins the group in another thread.
-        """
-        return self._forward_update(
-            EngineBase.init_weights_update_group,
-            master_address,
-            master_port,
-            rank_offset,
-            world_size,
-            group_name,
-            backend,
-        )
-
-    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> tuple[bool, str]:
-        """Make the server leave a process group that it joined in `init_weights_update_group`."""
-        return self._forward_update(EngineBase.destroy_weights_update_group, group_name)
-
-    def update_weights_from_distributed(
-        self,
-        names: list[str],
-        dtypes: Sequence[torch.dtype | str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str = "weight_update_group",
-        flush_cache: bool = True,
-        load_format: str | None = None,
-        *,
-        weight_version: str | None = None,
-        **options: Unpack[TensorUpdateOptions],
-    ) -> tuple[bool, str]:
-        """Make the server receive broadcast tensors; see `EngineWeights.update_weights_from_distributed`.
-
-        Rank 0 of the process group broadcasts in another thread.
-        """
-        return self._forward_update(
-            EngineBase.update_weights_from_distributed,
-            names,
-            dtypes,
-            shapes,
-            group_name,
-            flush_cache,
-            load_format,
-            weight_version=weight_version,
-            **options,
-        )
-
-    def update_weights_from_disk(
-        self,
-        model_path: str,
-        load_format: str | None = None,
-        *,
-        flush_cache: bool = True,
-        weight_version: str | None = None,
-        **options: Unpack[UpdateOptions],
-    ) -> tuple[bool, str]:
-        """Load a folder of safetensors files into the served weights. `model_path` is a path on the server's host."""
-        return self._forward_update(
-            EngineBase.update_weights_from_disk,
-            model_path,
-            load_format,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-            **options,
-        )
-
-    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> tuple[bool, str]:
-        """Change the version label of the served weights."""
-        return self._forward_update(EngineBase.update_weight_version, new_version, abort_all_requests)
-
-    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """Return the first `truncate_size` rows of a parameter as nested lists of float32 values."""
-        return self._forward(EngineBase.get_weights_by_name, name, truncate_size)
-
-    def weights_checker(self, action: str = "checksum", skip_tensor_list: list[str] | None = None) -> dict[str, Any]:
-        """Run a check of the served weights. "checksum" returns a digest for each rank and parameter.
-
-        Parameters whose name contains one of `skip_tensor_list` are left out.
-        """
-        return self._forward(EngineBase.weights_checker, action, skip_tensor_list)
+    begin_weight_update = _on_all_ranks(EngineBase.begin_weight_update)
+    end_weight_update = _on_all_ranks(EngineBase.end_weight_update)
+    init_weights_update_group = _on_all_ranks(EngineBase.init_weights_update_group)
+    destroy_weights_update_group = _on_all_ranks(EngineBase.destroy_weights_update_group)
+    update_weights_from_distributed = _on_all_ranks(EngineBase.update_weights_from_distributed)
+    update_weights_from_disk = _on_all_ranks(EngineBase.update_weights_from_disk)
+    update_weight_version = _on_all_ranks(EngineBase.update_weight_version)
+    get_weights_by_name = _on_all_ranks(EngineBase.get_weights_by_name)
+    weights_checker = _on_all_ranks(EngineBase.weights_checker)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Release memory of the server; see `EngineWeights.release_memory_occupation`."""
-        self._forward(EngineBase.release_memory_occupation, tags)
+        self._on_engine("release_memory_occupation", methodcaller("release_memory_occupation", tags))
         if self._joint is not None:  # until the other engines have released too, they may have this rank's memory open
             self._joint.gather("release_memory_occupation", bytes)
         self._pusher.released(tags)
@@ -417,13 +304,8 @@ class VerlEngine:
         """
         self._pusher.released(tags)
 
-    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Allocate released memory again. Resumed weights have no contents: push weights before you generate."""
-        self._forward(EngineBase.resume_memory_occupation, tags)
-
-    def get_server_info(self) -> ServerInfo:
-        """Return the settings, load and weight version of the engine that this rank uses."""
-        return self._forward(EngineBase.get_server_info)
+    resume_memory_occupation = _on_all_ranks(EngineBase.resume_memory_occupation)
+    get_server_info = _on_all_ranks(EngineBase.get_server_info)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -446,16 +328,6 @@ class VerlEngine:
         self.shutdown()
 
     # -- inside ------------------------------------------------------------------------------------------------
-
-    def _forward(self, method: Callable[Concatenate[EngineBase, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `method` of rank 0's engine; see `_on_engine`."""
-        result: T = self._on_engine(method.__name__, methodcaller(method.__name__, *args, **kwargs))
-        return result
-
-    def _forward_update(
-        self, method: Callable[Concatenate[EngineBase, P], tuple[bool, str]], *args: P.args, **kwargs: P.kwargs
-    ) -> tuple[bool, str]:
-        return _outcome(self._forward(method, *args, **kwargs))
 
     def _on_engine(self, call: str, act: Callable[[EngineBase], T]) -> T:
         """Run `act` on rank 0's engine. Every rank of this engine gets the same JSON-like result or error."""
