@@ -38,6 +38,15 @@ _LONG_PROMPT = 1024
 """Fewest ids, in all prompts of a request, that are sent as int32."""
 
 
+Request = tuple[bytes | None, dict[str, str]]
+"""(content, headers) of a request."""
+
+
+def json_request(body: Any) -> Request:
+    """Return a request with `body` as JSON, without content for None."""
+    return None if body is None else encode(body), {}
+
+
 def encode(body: Any) -> bytes:
     """Return `body` as JSON. Raise BadRequestError for a value that JSON cannot represent."""
     try:
@@ -56,12 +65,12 @@ def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"columnar": True}
 
 
-def generate_content(body: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
-    """Return (content, headers) of a `/generate` request to verl-server: JSON, after int32 if the prompts are long."""
+def generate_content(body: dict[str, Any]) -> Request:
+    """Return a `/generate` request to verl-server: JSON, after int32 if the prompts are long."""
     packed, rest = pack_prompts(body)
     if packed and len(content := encode(rest)) <= PROMPT_JSON_BYTES:
         return packed + content, {PROMPT_HEADER: str(len(packed))}
-    return encode(body), {}
+    return json_request(body)
 
 
 def pack_prompts(body: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
@@ -89,7 +98,7 @@ def pack_prompts(body: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
         return b"", body
 
 
-def read_result(response: httpx.Response) -> Result:
+def read_result(response: httpx.Response | Answer) -> Result:
     """Return the result in an answer of `/generate`: JSON or msgpack. Servers of other projects answer in JSON."""
     is_msgpack = response.headers.get("content-type") == MSGPACK
     content: Any = msgspec.msgpack.decode(response.content) if is_msgpack else orjson.loads(response.content)

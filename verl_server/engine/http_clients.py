@@ -1,8 +1,8 @@
-"""Connections for generation: one httpx client for all threads, and one for each event loop.
+"""HTTP clients of event loops: one for each loop.
 
-`engine.http_transport` sends `/generate` requests over them, and control requests over `http_connection`. A rollout has
-many long requests. Therefore the number of connections has no limit, idle connections are kept for the next request,
-and a read has no timeout unless the caller sets one. Keep-alive probes detect a host that no longer responds.
+`engine.http_transport` sends the requests of coroutines over them, and those of threads over `http_connection`. A
+rollout has many long requests. Therefore the number of connections has no limit, idle connections are kept for the next
+request, and a read has no timeout unless the caller sets one. Keep-alive probes detect a host that no longer responds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from httpx_aiohttp import AiohttpTransport
 
 CONNECT_TIMEOUT = 30.0
 """Seconds to wait for a connection."""
-_KEEP_ALIVE_EXPIRY = 60.0
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_EXPIRY)
+KEEP_ALIVE_EXPIRY = 60.0
+"""Seconds after which an idle connection is closed."""
 KEEP_ALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 if hasattr(socket, "TCP_KEEPIDLE"):  # 60 s + 4 probes, 15 s apart: a lost host ends the wait after two minutes
     KEEP_ALIVE_OPTIONS += [
@@ -32,16 +32,11 @@ if hasattr(socket, "TCP_KEEPIDLE"):  # 60 s + 4 probes, 15 s apart: a lost host 
     ]
 
 
-class HttpClients:
-    """The httpx clients of one server."""
+class LoopClients:
+    """The clients of one server."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self.for_threads = httpx.Client(
-            base_url=url,
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
-            transport=httpx.HTTPTransport(limits=_LIMITS, socket_options=KEEP_ALIVE_OPTIONS),
-        )
         self._by_loop: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[AsyncGenerator[httpx.AsyncClient, None], httpx.AsyncClient]
         ] = weakref.WeakKeyDictionary()
@@ -62,7 +57,6 @@ class HttpClients:
 
     def close(self) -> None:
         """Close all connections. Calls that wait for an answer raise an error."""
-        self.for_threads.close()
         for loop, (lifetime, _) in list(self._by_loop.items()):
             if loop.is_running():
                 asyncio.run_coroutine_threadsafe(_close(lifetime), loop)
@@ -88,7 +82,7 @@ def aiohttp_transport(limit: int = 0) -> AiohttpTransport:
 
 def _aiohttp_session(limit: int) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(
-        limit=limit, ssl=certificates(), keepalive_timeout=_KEEP_ALIVE_EXPIRY, socket_factory=_socket
+        limit=limit, ssl=certificates(), keepalive_timeout=KEEP_ALIVE_EXPIRY, socket_factory=_socket
     )
     return aiohttp.ClientSession(connector=connector)
 

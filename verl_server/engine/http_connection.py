@@ -1,8 +1,8 @@
-"""HTTP connections for control calls. They are kept open between calls.
+"""HTTP connections for calls of threads. They are kept open between calls.
 
-`engine.http_transport` uses them for all requests except `/generate`. A call uses an idle connection or opens one, so
-calls of several threads run at the same time. No request is sent twice. A weight push is one small request, so the
-client must be fast: httpx needs half a millisecond or more for such a request, several times as long as this module.
+`engine.http_transport` uses them for all requests that no event loop sends. A call uses an idle connection or opens
+one, so calls of several threads run at the same time. No request is sent twice. A weight push is one small request, so
+the client must be fast: httpx needs half a millisecond or more for such a request, several times as long as this.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ import select
 import socket
 import ssl
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import overload
 from urllib.parse import urlsplit
 
-import httpx
-
+from verl_server.engine.http_clients import KEEP_ALIVE_EXPIRY, certificates
 from verl_server.errors import BadRequestError
 from verl_server.web.numbers import whole_number
 
-_MAX_IDLE = 8
-"""Most idle connections that are kept for later calls."""
 _PEEKED = 1 << 16
 """Bytes in which the head of an answer is looked for. The head of a longer one is left to `http.client`."""
 
@@ -61,15 +59,19 @@ class Answer:
         return self.content.decode("utf-8", "replace")
 
 
-class ControlConnections:
-    """Connections to one server. Methods may be called from any thread."""
+class HttpConnections:
+    """Connections to one server. Methods may be called from any thread.
+
+    The number of connections has no limit, because a rollout has many long requests.
+    """
 
     def __init__(self, url: str, connect_timeout: float, socket_options: Iterable[tuple[int, int, int]]) -> None:
         self._url = urlsplit(url)
         self._connect_timeout = connect_timeout
         self._socket_options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), *socket_options]
-        self._tls: ssl.SSLContext | None = httpx.create_ssl_context() if self._url.scheme == "https" else None
-        self._idle: list[socket.socket] = []
+        self._tls: ssl.SSLContext | None = certificates() if self._url.scheme == "https" else None
+        self._idle: list[tuple[float, socket.socket]] = []
+        """(time of its last answer, connection), the oldest first."""
         self._used: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -82,16 +84,32 @@ class ControlConnections:
         Raises TimeoutError if the server is silent, and another OSError or http.client.HTTPException if the server
         cannot be reached or the connection breaks.
         """
-        connection = self._take()
-        keep = False
+        connection, keep = self._take(), False
         try:
-            connection.settimeout(timeout)
-            # Head and body in one write: two writes would wake the server twice.
-            connection.sendall(self._head(method, path, headers, body) + (body or b""))
+            self._send(connection, method, path, body, headers, timeout)
             answer, keep = _read_plain(connection) or _read_any(connection, method)
         finally:
             self._give_back(connection, keep)
         return answer
+
+    @contextlib.contextmanager
+    def stream(
+        self, path: str, body: bytes | None, headers: dict[str, str], timeout: float | None
+    ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
+        """Send a POST request. The block gets the answer, and its content in parts as they arrive.
+
+        With an error status, the answer has its content instead. Raises the errors of `request`, also from the parts.
+        """
+        connection, keep = self._take(), False
+        try:
+            self._send(connection, "POST", path, body, headers, timeout)
+            with http.client.HTTPResponse(connection, method="POST") as response:
+                response.begin()
+                content = response.read() if response.status >= 400 else b""
+                yield Answer(response.status, Headers(response.headers.items()), content), _parts(response)
+                keep = response.isclosed() and not response.will_close
+        finally:
+            self._give_back(connection, keep)
 
     def close(self) -> None:
         """Close all connections. Calls that wait for an answer raise an error."""
@@ -101,8 +119,21 @@ class ControlConnections:
             for connection in self._used:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
-        for connection in idle:
+        for _, connection in idle:
             connection.close()
+
+    def _send(
+        self,
+        connection: socket.socket,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout: float | None,
+    ) -> None:
+        connection.settimeout(timeout)
+        # Head and body in one write: two writes would wake the server twice.
+        connection.sendall(self._head(method, path, headers, body) + (body or b""))
 
     def _head(self, method: str, path: str, headers: dict[str, str], body: bytes | None) -> bytes:
         lines = [f"{method} {self._url.path}{path} HTTP/1.1", f"Host: {self._url.netloc}"]
@@ -114,7 +145,7 @@ class ControlConnections:
 
     def _take(self) -> socket.socket:
         with self._lock:
-            connection = self._idle.pop() if self._idle else None
+            _, connection = self._idle.pop() if self._idle else (0.0, None)
         if connection is not None and _was_closed(connection):
             connection.close()
             connection = None
@@ -124,13 +155,17 @@ class ControlConnections:
         return connection
 
     def _give_back(self, connection: socket.socket, keep: bool) -> None:
+        now, unused = time.monotonic(), []
         with self._lock:
             self._used.remove(connection)
-            keep = keep and not self._closed and len(self._idle) < _MAX_IDLE
-            if keep:
-                self._idle.append(connection)
-        if not keep:
-            connection.close()
+            if keep and not self._closed:
+                self._idle.append((now, connection))
+            else:
+                unused.append(connection)
+            while self._idle and self._idle[0][0] < now - KEEP_ALIVE_EXPIRY:
+                unused.append(self._idle.pop(0)[1])
+        for each in unused:
+            each.close()
 
     def _connect(self) -> socket.socket:
         default_port = 80 if self._tls is None else 443
@@ -179,6 +214,14 @@ def _read_any(connection: socket.socket, method: str) -> tuple[Answer, bool]:
         response.begin()
         answer = Answer(response.status, Headers(response.headers.items()), response.read())
         return answer, not response.will_close
+
+
+def _parts(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Return the content of a response in parts as they arrive."""
+    while data := response.read1(_PEEKED):
+        yield data
+    if response.length:  # `read1` does not raise it for a content with a length
+        raise http.client.IncompleteRead(b"", response.length)
 
 
 def _was_closed(connection: socket.socket) -> bool:

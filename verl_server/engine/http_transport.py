@@ -21,14 +21,15 @@ import orjson
 from verl_server.engine.base import Result
 from verl_server.engine.http_answers import (
     FrameReader,
+    Request,
     ask_for_columns,
-    encode,
     generate_content,
+    json_request,
     raise_for,
     read_result,
 )
-from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, HttpClients
-from verl_server.engine.http_connection import Answer, ControlConnections
+from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, LoopClients
+from verl_server.engine.http_connection import Answer, HttpConnections
 from verl_server.engine.server_instance import ServerInstance
 from verl_server.errors import (
     ControlTimeoutError,
@@ -48,6 +49,8 @@ INFO_TIMEOUT = 30.0
 """Seconds to wait for the answer to a short request: information or an abort."""
 _EXIT_WAIT = 5.0
 """Seconds to wait, after a connection broke, until the exit status of the launched server is known."""
+_EXIT_POLL = 0.02
+_NO_CONTENT: Request = (None, {})
 _TRANSPORT_FAULTS = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)
 
 
@@ -71,73 +74,58 @@ class HttpTransport:
         self._control_key = admin_api_key or api_key
         self._child = child
         self._instance = instance
-        self._clients = HttpClients(url)
-        self._controls = ControlConnections(url, CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS)
+        self._clients = LoopClients(url)
+        self._connections = HttpConnections(url, CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS)
         self.is_closed = False
 
     def close(self) -> None:
         """Close all connections. Running calls raise ServerUnavailableError."""
         self.is_closed = True
         self._clients.close()
-        self._controls.close()
+        self._connections.close()
 
     # -- generation -----------------------------------------------------------------------------------------
 
     def generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         """Send a `/generate` request and return the result. `timeout`: seconds without an answer; None is unbounded."""
-        return read_result(self._exchange(_GENERATE, self._generate_request(body, timeout), timeout))
+        return read_result(self.exchange(_GENERATE, self._generate_request(body), timeout))
 
     async def async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        return read_result(await self._async_exchange(_GENERATE, self._generate_request(body, timeout), timeout))
+        return read_result(await self.async_exchange(_GENERATE, self._generate_request(body), timeout))
 
     def stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
-        for frame in self._events(_GENERATE, self._generate_request(body, timeout), timeout):
+        for frame in self.events(_GENERATE, self._generate_request(body), timeout):
             yield cast(GenerateResult, unpack(frame))
 
     async def async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
-        async for frame in self._async_events(_GENERATE, self._generate_request(body, timeout), timeout):
+        async for frame in self.async_events(_GENERATE, self._generate_request(body), timeout):
             yield cast(GenerateResult, unpack(frame))
 
-    def exchange(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
-        """Send a request that generates to a route of another project's server. Return the JSON of the answer."""
-        return orjson.loads(self._exchange(path, self._request(self._api_key, body, timeout), timeout).content)
+    def exchange(self, path: str, request: Request, timeout: float | None) -> Answer:
+        """Send a POST request that generates. Return the answer, or raise its error."""
+        answer = self._send("POST", path, self._api_key, request, timeout, ControlTimeoutError)
+        raise_for(answer)
+        return answer
 
-    async def async_exchange(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
-        response = await self._async_exchange(path, self._request(self._api_key, body, timeout), timeout)
-        return orjson.loads(response.content)
+    async def async_exchange(self, path: str, request: Request, timeout: float | None) -> httpx.Response:
+        return await self._async_send(path, self._api_key, request, timeout)
 
-    def events(self, path: str, body: dict[str, Any], timeout: float | None) -> Iterator[Any]:
+    def events(self, path: str, request: Request, timeout: float | None) -> Iterator[Any]:
         """Do the same as `exchange` for a stream: return the objects of its events."""
-        return self._events(path, self._request(self._api_key, body, timeout), timeout)
-
-    def async_events(self, path: str, body: dict[str, Any], timeout: float | None) -> AsyncIterator[Any]:
-        return self._async_events(path, self._request(self._api_key, body, timeout), timeout)
-
-    def _exchange(self, path: str, request: dict[str, Any], timeout: float | None) -> httpx.Response:
-        with self._translated(timeout):
-            response = self._clients.for_threads.post(path, **request)
-        self._check(response)
-        return response
-
-    async def _async_exchange(self, path: str, request: dict[str, Any], timeout: float | None) -> httpx.Response:
-        async with self._translated_async(timeout):
-            client = await self._clients.for_this_loop()
-            response = await client.post(path, **request)
-        self._check(response)
-        return response
-
-    def _events(self, path: str, request: dict[str, Any], timeout: float | None) -> Iterator[Any]:
-        with self._translated(timeout), self._clients.for_threads.stream("POST", path, **request) as response:
-            if response.status_code != 200:
-                response.read()
-            self._check(response)
+        content, headers = self._with_headers(self._api_key, request)
+        with (
+            self._translated(timeout, ControlTimeoutError),
+            self._connections.stream(path, content, headers, timeout) as (answer, parts),
+        ):
+            self._check(answer)
             reader = FrameReader()
-            for data in response.iter_bytes():
+            for data in parts:
                 yield from reader.feed(data)
 
-    async def _async_events(self, path: str, request: dict[str, Any], timeout: float | None) -> AsyncIterator[Any]:
+    async def async_events(self, path: str, request: Request, timeout: float | None) -> AsyncIterator[Any]:
         client = await self._clients.for_this_loop()
-        async with self._translated_async(timeout), client.stream("POST", path, **request) as response:
+        options = self._httpx_options(self._api_key, request, timeout)
+        async with self._async_translated(timeout), client.stream("POST", path, **options) as response:
             if response.status_code != 200:
                 await response.aread()
             self._check(response)
@@ -146,42 +134,36 @@ class HttpTransport:
                 for event in reader.feed(data):
                     yield event
 
-    def _check(self, response: httpx.Response) -> None:
-        """Raise the error of an answer that is from another run of the server or has an error status."""
-        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
-        raise_for(response)
-
-    def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
+    def _generate_request(self, body: dict[str, Any]) -> Request:
         body = ask_for_columns(body)
-        if self._instance.id is not None:
-            content, headers = generate_content(body)
-        else:  # a server of another project takes JSON only, and may understand something else by a session
+        if self._instance.id is None:  # a server of another project may understand something else by a session
             body.pop("session_id", None)
-            content, headers = encode(body), {}
-        request = self._request(self._api_key, content, timeout)
-        request["headers"] |= headers | {"Accept": MSGPACK}
-        return request
+        content, headers = json_request(body) if self._instance.id is None else generate_content(body)
+        return content, headers | {"Accept": MSGPACK}
 
     # -- control and info -----------------------------------------------------------------------------------
 
     def get(self, path: str) -> Any:
         """Send a GET request and return the JSON body of the answer."""
-        answer = self._send("GET", path, self._api_key, None, INFO_TIMEOUT)
+        answer = self._send("GET", path, self._api_key, _NO_CONTENT, INFO_TIMEOUT)
         raise_for(answer)
         return orjson.loads(answer.content)
 
     def probe(self, path: str) -> Answer:
         """Send a GET request and return the answer, whatever its status and whichever run answers."""
         with self._instance.addressing(None):
-            return self._send("GET", path, self._api_key, None, INFO_TIMEOUT)
+            return self._send("GET", path, self._api_key, _NO_CONTENT, INFO_TIMEOUT)
 
     def post(self, path: str, body: dict[str, Any] | None, timeout: float) -> Answer:
-        """Send a POST request to a control route, with the admin key."""
-        return self._send("POST", path, self._control_key, body, timeout)
+        """Send a POST request to a control route, with the admin key.
+
+        If the call ends early, its connection closes; the server then withdraws the request if it has not begun.
+        """
+        return self._send("POST", path, self._control_key, json_request(body), timeout)
 
     async def async_post(self, path: str, body: dict[str, Any], timeout: float) -> None:
         """Send a POST request to a control route on the running event loop. Raise the error of an error answer."""
-        await self._async_exchange(path, self._request(self._control_key, body, timeout), timeout)
+        await self._async_send(path, self._control_key, json_request(body), timeout)
 
     def info_of_any_run(self) -> tuple[str | None, ServerInfo]:
         """Return the id of the server's current run (None if it sends no id) and its `/server_info`."""
@@ -191,41 +173,55 @@ class HttpTransport:
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _send(self, method: str, path: str, key: str | None, body: dict[str, Any] | None, timeout: float) -> Answer:
-        """Send a control request and return the answer.
-
-        If the call ends early, its connection closes; the server then withdraws the request if it has not begun.
-        """
-        headers, content = self._headers_and_content(key, body)
-        with self._translated(timeout, UnansweredError):
-            answer = self._controls.request(method, path, content, headers, timeout)
+    def _send(
+        self,
+        method: str,
+        path: str,
+        key: str | None,
+        request: Request,
+        timeout: float | None,
+        silence: type[VerlServerError] = UnansweredError,
+    ) -> Answer:
+        """Send a request and return the answer of the expected run. `silence` is the class of the error for none."""
+        content, headers = self._with_headers(key, request)
+        with self._translated(timeout, silence):
+            answer = self._connections.request(method, path, content, headers, timeout)
         self._instance.check(answer.status_code, answer.headers.get(INSTANCE_HEADER))
         return answer
 
-    def _request(self, key: str | None, body: dict[str, Any] | bytes | None, timeout: float | None) -> dict[str, Any]:
-        """Return the keyword arguments of an httpx request: headers, timeout, and `body` as JSON unless it is bytes."""
-        headers, content = self._headers_and_content(key, body)
-        request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)}
-        if content is not None:
-            request["content"] = content
-        return request
+    async def _async_send(self, path: str, key: str | None, request: Request, timeout: float | None) -> httpx.Response:
+        """Send a POST request. Return the answer of the expected run, or raise its error."""
+        async with self._async_translated(timeout):
+            client = await self._clients.for_this_loop()
+            response = await client.post(path, **self._httpx_options(key, request, timeout))
+        self._check(response)
+        return response
 
-    def _headers_and_content(
-        self, key: str | None, body: dict[str, Any] | bytes | None
-    ) -> tuple[dict[str, str], bytes | None]:
-        """Return the headers of a request, and `body` as JSON unless it is bytes."""
-        headers = self._instance.headers()
+    def _check(self, response: httpx.Response | Answer) -> None:
+        """Raise the error of an answer that is from another run of the server or has an error status."""
+        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
+        raise_for(response)
+
+    def _httpx_options(self, key: str | None, request: Request, timeout: float | None) -> dict[str, Any]:
+        content, headers = self._with_headers(key, request)
+        return {
+            "content": content,
+            "headers": headers,
+            "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
+        }
+
+    def _with_headers(self, key: str | None, request: Request) -> Request:
+        """Return `request` with the headers that name the expected run, the key and the type of the content."""
+        content, headers = request
+        headers = self._instance.headers() | headers
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        if body is None:
-            return headers, None
-        headers["Content-Type"] = "application/json"
-        return headers, body if isinstance(body, bytes) else encode(body)
+        if content is not None:
+            headers["Content-Type"] = "application/json"
+        return content, headers
 
     @contextlib.contextmanager
-    def _translated(
-        self, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
-    ) -> Iterator[None]:
+    def _translated(self, timeout: float | None, silence: type[VerlServerError]) -> Iterator[None]:
         """Raise a transport fault in the block as an error of this package. `silence` is the class for no answer.
 
         After a broken connection it waits for the exit status of a launched server, which goes into the message.
@@ -236,13 +232,12 @@ class HttpTransport:
         except VerlServerError:
             raise
         except _TRANSPORT_FAULTS as error:
-            deadline = time.monotonic() + _EXIT_WAIT
-            while self._may_be_dying(error) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            for _ in self._until_exit(error):
+                time.sleep(_EXIT_POLL)
             raise self._explained(error, timeout, silence) from error
 
     @contextlib.asynccontextmanager
-    async def _translated_async(self, timeout: float | None) -> AsyncIterator[None]:
+    async def _async_translated(self, timeout: float | None) -> AsyncIterator[None]:
         """Do the same as `_translated` without blocking the event loop."""
         self._check_open()
         try:
@@ -250,24 +245,22 @@ class HttpTransport:
         except VerlServerError:
             raise
         except _TRANSPORT_FAULTS as error:
-            deadline = time.monotonic() + _EXIT_WAIT
-            while self._may_be_dying(error) and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
-            raise self._explained(error, timeout) from error
+            for _ in self._until_exit(error):
+                await asyncio.sleep(_EXIT_POLL)
+            raise self._explained(error, timeout, ControlTimeoutError) from error
 
     def _check_open(self) -> None:
         if self.is_closed:
             raise ServerUnavailableError("The adapter has been shut down.")
 
-    def _may_be_dying(self, error: Exception) -> bool:
-        """Return True if the launched server may have broken the connection by ending but has no exit status yet."""
-        if _is_timeout(error) or _is_out_of_descriptors(error):
-            return False
-        return self._child is not None and self._child.poll() is None
+    def _until_exit(self, error: Exception) -> Iterator[None]:
+        """Yield while a launched server, which may have broken the connection by ending, has no exit status yet."""
+        deadline = time.monotonic() + _EXIT_WAIT
+        child = None if _is_timeout(error) or _is_out_of_descriptors(error) else self._child
+        while child is not None and child.poll() is None and time.monotonic() < deadline:
+            yield
 
-    def _explained(
-        self, error: Exception, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
-    ) -> VerlServerError:
+    def _explained(self, error: Exception, timeout: float | None, silence: type[VerlServerError]) -> VerlServerError:
         if self.is_closed:
             return ServerUnavailableError("The adapter was shut down during the call.")
         if _is_timeout(error):

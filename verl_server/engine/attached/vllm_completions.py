@@ -13,7 +13,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import orjson
+
 from verl_server.engine.base import Result
+from verl_server.engine.http_answers import json_request
 from verl_server.engine.http_transport import HttpTransport
 from verl_server.errors import BadRequestError
 from verl_server.messages.results import GenerateResult
@@ -59,22 +62,24 @@ class VllmCompletions:
 
     def stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
         sample = _Sample(self._only(body), self._model, self._logprobs_mode, self._version)
-        for event in self._transport.events(_ROUTE, sample.request | _STREAM, timeout):
+        for event in self._transport.events(_ROUTE, json_request(sample.request | _STREAM), timeout):
             yield from sample.frames(event)
 
     async def async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
         sample = _Sample(self._only(body), self._model, self._logprobs_mode, self._version)
-        async for event in self._transport.async_events(_ROUTE, sample.request | _STREAM, timeout):
+        async for event in self._transport.async_events(_ROUTE, json_request(sample.request | _STREAM), timeout):
             for frame in sample.frames(event):
                 yield frame
 
     def _one(self, body: dict[str, Any], timeout: float | None) -> list[GenerateResult]:
         sample = _Sample(body, self._model, self._logprobs_mode, self._version)
-        return sample.results(self._transport.exchange(_ROUTE, sample.request, timeout))
+        answer = self._transport.exchange(_ROUTE, json_request(sample.request), timeout)
+        return sample.results(orjson.loads(answer.content))
 
     async def _async_one(self, body: dict[str, Any], timeout: float | None) -> list[GenerateResult]:
         sample = _Sample(body, self._model, self._logprobs_mode, self._version)
-        return sample.results(await self._transport.async_exchange(_ROUTE, sample.request, timeout))
+        answer = await self._transport.async_exchange(_ROUTE, json_request(sample.request), timeout)
+        return sample.results(orjson.loads(answer.content))
 
     def _only(self, body: dict[str, Any]) -> dict[str, Any]:
         prompts = _split(body)
