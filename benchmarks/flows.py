@@ -7,10 +7,12 @@
 The flows run on a tiny random model on the CPU, called on a `VerlEngine` of one trainer rank:
 
     generate   one call of `generate`
-    push       `register_weights`, and two calls of `push_weights`
+    push       `register_weights` of a new model, and two calls of `push_weights`
     episode    `AgentLoop` plays one episode of `examples/my_environment.py`
 
-The engine runs in the trainer's process, or with `--http` in a server process. A profile function in every thread of
+The engine runs in the trainer's process, or with `--http` in a server process. Each flow runs three times, and a call
+counts if it occurs every time: what runs beside the flow does not (watching threads, the end of the start). A profile
+function in every thread of
 every process records which functions of `verl_server` are called. Calls before and after the flow do not count (the
 start of the processes, for example), nor do module bodies.
 
@@ -20,8 +22,7 @@ and callee are skipped. The caller must have been called in the flow, too: a cal
 has no caller. Modules that are directly in `verl_server/`, such as `errors`, are files, but no move leads to them.
 
 A count by hand, before this script existed, found 58 files and 14 moves for `generate`, and 65 files and 38 moves for
-`push`. It left out the small objects that a call only passes. A figure differs by one or two from run to run, because
-watching threads run beside the flow.
+`push`. It left out the small objects that a call only passes.
 
 Prints one JSON line for each flow. `--list` adds the names of the files and the moves.
 """
@@ -29,6 +30,7 @@ Prints one JSON line for each flow. `--list` adds the names of the files and the
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import mmap
 import os
@@ -50,6 +52,7 @@ Flow = Literal["generate", "push", "episode"]
 Call = tuple[str | None, str]
 """(caller, callee) as "FILE:FUNCTION", with the file's path in `verl_server`. The caller is None if there is none."""
 FLOWS: tuple[Flow, ...] = ("generate", "push", "episode")
+_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Options:
 class Recorder:
     """Writes each new (flow, caller, callee) of this process to a file of `folder`.
 
-    All processes share the number of the current flow, a byte of mapped memory; 0 means that nothing is recorded.
+    All processes share the number of the current run of a flow, a byte of mapped memory; 0 means that nothing is
+    recorded.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,10 +109,10 @@ RECORDER = Recorder(Path(os.environ[_FOLDER])) if _FOLDER in os.environ else Non
 
 
 @contextlib.contextmanager
-def recorded(flow: Flow) -> Iterator[None]:
+def recorded(flow: Flow, repeat: int) -> Iterator[None]:
     """Record the calls of all processes during the block."""
     assert RECORDER is not None
-    RECORDER.flow[0] = 1 + FLOWS.index(flow)
+    RECORDER.flow[0] = 1 + FLOWS.index(flow) * _REPEATS + repeat
     try:
         yield
     finally:
@@ -131,14 +135,17 @@ def run_flows(flows: tuple[Flow, ...], http: bool, folder: Path) -> None:
     settings: dict[str, Any] = {"model_path": str(path), "device": "cpu", "dtype": "float32", "kv_cache_gib": 0.05}
     mesh = init_device_mesh("cpu", (1,))
     with VerlEngine(mesh, launch_server=http, log_level="warning", **settings) as engine:
-        if "generate" in flows:
-            with recorded("generate"):
-                engine.generate("1 + 1 =", {"max_new_tokens": 4})
-        if "push" in flows:
-            with recorded("push"):
-                engine.register_weights(model)
-                engine.push_weights()
-                engine.push_weights()
+        for repeat in range(_REPEATS):
+            if "generate" in flows:
+                with recorded("generate", repeat):
+                    engine.generate(f"1 + {repeat} =", {"max_new_tokens": 4})
+            if "push" in flows:
+                model = copy.deepcopy(model)
+                with recorded("push", repeat):
+                    engine.register_weights(model)
+                    engine.push_weights()
+                    engine.push_weights()
+                engine.unregister_weights()
         if "episode" in flows:
             _play(engine, path)
     dist.destroy_process_group()
@@ -159,9 +166,10 @@ def _play(engine: Any, model: Path) -> None:
     with (
         EnvServer(environment) as env,
         AgentLoop(engine.url or engine.engine, env.url, renderer, limits=limits) as loop,
-        recorded("episode"),
     ):
-        loop.run([Task(seed=1)])
+        for repeat in range(_REPEATS):
+            with recorded("episode", repeat):
+                loop.run([Task(seed=1)])
 
 
 # -- in the process that counts --------------------------------------------------------------------------------
@@ -176,11 +184,12 @@ def record(flows: tuple[Flow, ...], http: bool) -> dict[Flow, set[Call]]:
         code = f"from benchmarks.flows import Path, run_flows; run_flows({flows!r}, {http}, Path({name!r}))"
         env = os.environ | {_FOLDER: name, "PYTHONPATH": f"{folder}{os.pathsep}{_ROOT}"}
         subprocess.run([sys.executable, "-c", code], env=env, check=True)
-        calls: dict[Flow, set[Call]] = {flow: set() for flow in flows}
+        runs: list[set[Call]] = [set() for _ in range(len(FLOWS) * _REPEATS)]
         for file in folder.glob("*.calls"):
-            for flow, caller, callee in map(json.loads, file.read_text().splitlines()):
-                calls[FLOWS[flow - 1]].add((caller, callee))
-        return calls
+            for number, caller, callee in map(json.loads, file.read_text().splitlines()):
+                runs[number - 1].add((caller, callee))
+        starts = {flow: FLOWS.index(flow) * _REPEATS for flow in flows}
+        return {flow: set.intersection(*runs[start : start + _REPEATS]) for flow, start in starts.items()}
 
 
 def files_of(calls: Iterable[Call]) -> list[str]:
