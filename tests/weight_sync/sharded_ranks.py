@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.weight_sync.reading import read
 from verl_server.errors import BadRequestError
 from verl_server.weight_sync.handles import WeightsDescription
-from verl_server.weight_sync.trainer.merge import merge
+from verl_server.weight_sync.trainer.description import merge
 from verl_server.weight_sync.trainer.sender import WeightSender
 from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters
 

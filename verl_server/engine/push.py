@@ -26,7 +26,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
-from verl_server.weight_sync.trainer.merge import merge, merged_id
+from verl_server.weight_sync.trainer.description import merge, merged_id
 from verl_server.weight_sync.trainer.sender import (
     Described,
     Handles,

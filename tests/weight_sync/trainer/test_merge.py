@@ -8,7 +8,7 @@ import torch
 from tests.weight_sync.reading import read
 from verl_server.errors import BadRequestError
 from verl_server.weight_sync.handles import WeightsDescription
-from verl_server.weight_sync.trainer.merge import merge, merged_id
+from verl_server.weight_sync.trainer.description import merge, merged_id
 from verl_server.weight_sync.trainer.sender import WeightSender
 from verl_server.weight_sync.trainer.shards import TensorShard
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.busy_gpu import queue_late
 from tests.fake_engine import FakeEngine
-from verl_server.weight_sync.trainer.cuda_queries import allocation_id
+from verl_server.weight_sync.trainer.exports import allocation_id
 from verl_server.weight_sync.trainer.sender import WeightSender
 
 pytestmark = pytest.mark.cuda

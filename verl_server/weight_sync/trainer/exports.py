@@ -9,6 +9,8 @@ page-locked memory, and CUDA memory that cannot be exported are copied into shar
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import os
 import threading
@@ -22,10 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.handles import Allocation
 from verl_server.weight_sync.shared_memory import Arena, describe_fd, out_of_memory, page_aligned
-from verl_server.weight_sync.trainer.cuda_queries import allocation_id
 
 logger = logging.getLogger(__name__)
 
+_BUFFER_ID = 7
+"""CU_POINTER_ATTRIBUTE_BUFFER_ID: a number that no other allocation of this process ever has, before or after."""
 _CUDA_MALLOC = b"c"
 """Second byte of a handle that torch made of cudaMalloc's memory (the first is a version). "e" is an expandable
 segment, whose pages can be exchanged under the same address, and which another process may not be allowed to open."""
@@ -230,3 +233,54 @@ def _check_dev_shm(nbytes: int) -> None:
     status = os.statvfs("/dev/shm")
     if status.f_bavail * status.f_frsize < nbytes:
         raise out_of_memory(OSError(28, "No space left in /dev/shm"), nbytes)
+
+
+# -- what CUDA says about memory that torch allocated; without CUDA, nothing ------------------------------------------
+
+
+def allocation_id(address: int) -> int:
+    """The driver's number of the allocation at a device address; 0 if it cannot be asked.
+
+    Memory that was freed and allocated again at the same address has another number.
+    """
+    driver = _driver()
+    if driver is None:
+        return 0
+    number = ctypes.c_uint64()
+    failed = driver.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address))
+    return 0 if failed else number.value
+
+
+def device_frees(devices: Iterable[torch.device]) -> tuple[int, ...]:
+    """Number of times that torch's allocator returned memory of each device to the driver; empty if it does not count.
+
+    While this stays the same, whatever the allocator held lies where it lay: no need to ask for `allocation_id`s.
+    """
+    counts = []
+    for device in devices:
+        if device.type == "cuda":
+            count = torch.cuda.memory_stats_as_nested_dict(device).get("num_device_free")
+            if count is None:
+                return ()
+            counts.append(count)
+    return tuple(counts)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def wait_for_writes(devices: Iterable[torch.device]) -> None:
+    """Return when everything that was queued on these devices, on any stream, is done.
+
+    CPU tensors may be the target of copies from the current device, which is waited for where CUDA is in use.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    current = torch.device("cuda", torch.cuda.current_device())
+    for device in {current if device.type == "cpu" else device for device in devices}:
+        torch.cuda.synchronize(device)

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from verl_server.errors import BadRequestError
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
-from verl_server.weight_sync.trainer.cuda_queries import device_frees, wait_for_writes
 from verl_server.weight_sync.trainer.description import Pushed, describe_memory, readable_memory
-from verl_server.weight_sync.trainer.exports import Exports, Region
+from verl_server.weight_sync.trainer.exports import Exports, Region, device_frees, wait_for_writes
 from verl_server.weight_sync.trainer.memory_layout import LayoutGuard, MemoryLayout, NamedTensors
 from verl_server.weight_sync.trainer.shards import local_tensor
 from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters, gathered_by_fsdp
