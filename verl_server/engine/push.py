@@ -292,7 +292,7 @@ class ServerRegistrations:
         self._registered = names_id
 
     def succeeded(self, names_id: str, push: Push) -> None:
-        """The request was carried out: the server has closed what it was told to forget."""
+        """Note that the request was carried out: the server has closed the registrations in `push.forget`."""
         for id in push.forget:
             self._open.pop(id, None)
         if not push.keep:
@@ -301,18 +301,20 @@ class ServerRegistrations:
             self._sets[names_id].kept = push.id if push.keep else ""
 
     def failed(self, push: Push, error: BaseException) -> None:
-        """The request was refused, which is its end: or late, or without an answer, and the server may still have its
-        memory open, as it may when the connection broke or Ctrl-C came."""
+        """Note that the request failed. A refusal ends the request.
+
+        After a late answer, a broken connection or Ctrl-C, the server may still have the memory open.
+        """
         is_over = isinstance(error, VerlServerError) and not isinstance(error, (ControlTimeoutError, ServerDiedError))
         if is_over and not push.keep:
             self._open.pop(push.id, None)
 
     def open_ids(self) -> list[str]:
-        """Everything that the server may have open."""
+        """Return the ids of everything that the server may have open."""
         return list(self._open)
 
     def clear(self) -> None:
-        """The server has closed everything, or ended."""
+        """Note that the server has closed everything, or ended."""
         self._sets.clear()
         self._open.clear()
 
@@ -334,7 +336,7 @@ def _note_if_unanswered() -> Iterator[None]:
 
 
 def _combined(parts: list[_Part]) -> list[tuple[str, LocalSerializedTensor]]:
-    """Handles with one value for each trainer rank; server rank i reads value i."""
+    """Return handles with one value for each trainer rank; server rank i reads value i."""
     first = parts[0].handles or []
     if len(parts) == 1:
         return first

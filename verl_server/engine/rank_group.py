@@ -85,19 +85,19 @@ class RankGroup:
         """
         if self.size == 1:
             return [prepare()]
-        mine, failure = _Entry(what), None
+        entry, failure = _Entry(what), None
         try:
-            mine.payload = prepare()
+            entry.payload = prepare()
         except Exception as error:
-            failure, mine.error = error, describe_error(error)
+            failure, entry.error = error, describe_error(error)
         with self._peer_errors(what):
-            encoded = self._channel.gather(msgspec.msgpack.encode(mine))
+            encoded = self._channel.gather(msgspec.msgpack.encode(entry))
         entries = [msgspec.msgpack.decode(data, type=_Entry) for data in encoded]
         if failure is not None:
             raise failure
-        for rank, entry in enumerate(entries):
-            if entry.error is not None:
-                raise rebuild_error(entry.error, rank)
+        for rank, other in enumerate(entries):
+            if other.error is not None:
+                raise rebuild_error(other.error, rank)
         if any(entry.call != what for entry in entries):
             raise BadRequestError(
                 f"The ranks called different methods: {[entry.call for entry in entries]}. All ranks must call the "

@@ -238,12 +238,12 @@ class EngineWeights(abc.ABC):
             discard=discard,
             partial=partial,
         )
-        ours, self._transaction = self._transaction, None
+        closed, self._transaction = self._transaction, None
         try:
             return self._update(req)
         except VerlServerError as error:
             if error.status_code == 400:  # parameters are missing: only then is the transaction still open
-                self._transaction = ours
+                self._transaction = closed
             raise
 
     # -- versions, inspection, memory ----------------------------------------------------------------------------

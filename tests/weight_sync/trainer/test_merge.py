@@ -45,7 +45,7 @@ def test_an_engine_reads_its_own_ranks_where_they_hold_all() -> None:
         for rank in range(4)
     ]
     for engine in range(2):
-        merged = merge(ranks, own=[2 * engine, 2 * engine + 1])
+        merged = merge(ranks, readers=[2 * engine, 2 * engine + 1])
         assert torch.equal(read(merged)["own"], torch.full((4,), float(engine)))
         assert torch.equal(read(merged)["shared"], FULL)
         own, shared = merged.tensors
@@ -54,7 +54,7 @@ def test_an_engine_reads_its_own_ranks_where_they_hold_all() -> None:
 
 def test_what_is_not_read_is_not_opened() -> None:
     ranks = [describe(w=torch.full((4,), float(rank))) for rank in range(3)]
-    assert [allocation.id for allocation in merge(ranks, own=[1]).allocations] == [ranks[1].allocations[0].id]
+    assert [allocation.id for allocation in merge(ranks, readers=[1]).allocations] == [ranks[1].allocations[0].id]
 
 
 def test_ranks_may_bring_different_tensors() -> None:

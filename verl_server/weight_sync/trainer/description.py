@@ -26,11 +26,11 @@ Pushed = tuple[str, torch.Tensor | TensorShard]
 _LISTED = 4
 """Most tensors that an error names."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types whose memory is their own, without any wrapper."""
+"""Types of plain tensors, which are no wrappers."""
 
 
 def readable_memory(name: str, value: Any) -> torch.Tensor:
-    """The plain tensor that this rank holds of a value. Raises BadRequestError if it has no plain memory."""
+    """Return the plain tensor that this rank holds of a value. Raise BadRequestError if it has no plain memory."""
     tensor = value if type(value) in PLAIN else _inner(name, value)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg() or tensor.is_quantized:
         raise BadRequestError(f"'{name}' ({tensor.layout}, device '{tensor.device}') has no plain memory to share.")
@@ -47,9 +47,9 @@ def _inner(name: str, value: Any) -> torch.Tensor:
 
 
 def describe_memory(tensors: list[Pushed], regions: dict[int, Region]) -> WeightsDescription:
-    """A description of `tensors`, under a new id. `regions` has the region of each storage by its `_cdata`.
+    """Describe `tensors` under a new id. `regions` has the region of each storage by its `_cdata`.
 
-    Raises BadRequestError for what has no memory, does not fit its declared box, or comes twice.
+    Raises BadRequestError for a tensor that has no memory, does not fit its declared box, or comes twice.
     """
     allocations: list[Allocation] = []
     places: dict[str, int] = {}
@@ -85,7 +85,7 @@ def _shard(box: LocalPart, memory: torch.Tensor, region: Region, allocation: int
 
 
 def _check_memory(name: str, memory: torch.Tensor) -> None:
-    """Memory that was freed under its tensor cannot be read."""
+    """Raise BadRequestError if the memory of the tensor was freed, so that it cannot be read."""
     last = sum((size - 1) * step for size, step in zip(memory.shape, memory.stride(), strict=True))
     end = (memory.storage_offset() + last + 1) * memory.element_size()
     if memory.numel() and end > memory.untyped_storage().nbytes():
@@ -98,7 +98,7 @@ def _check_memory(name: str, memory: torch.Tensor) -> None:
 def _another_shard(
     first: DescribedTensor, second: DescribedTensor, value: Any, boxes: list[LocalPart]
 ) -> DescribedTensor:
-    """A name may come more than once in shards of one tensor; anything else is a mistake."""
+    """Return `first`, to which a second shard of the same tensor is added. Raise BadRequestError for anything else."""
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
     known = [(shard.shape, shard.offset) for shard in first.shards]
     if not (isinstance(value, TensorShard) and same) or any((list(b.shape), list(b.offset)) in known for b in boxes):
@@ -110,17 +110,17 @@ def _another_shard(
 
 
 def merged_id(ids: list[str]) -> str:
-    """An id that changes whenever the memory of one of the ranks does; of one rank, its own."""
+    """Return an id that changes whenever the memory of one of the ranks does: the id itself if there is one rank."""
     return ids[0] if len(ids) == 1 else hashlib.blake2b(" ".join(ids).encode(), digest_size=16).hexdigest()
 
 
-def merge(descriptions: list[WeightsDescription], own: list[int] | None = None) -> WeightsDescription:
-    """The shards of all ranks by name. Raises BadRequestError where ranks contradict each other, or leave gaps.
+def merge(descriptions: list[WeightsDescription], readers: list[int] | None = None) -> WeightsDescription:
+    """Return the shards of all ranks by name. Raise BadRequestError where ranks contradict each other, or leave gaps.
 
-    `own` are the ranks of the engine that will read them (all): of a tensor that these hold in full, only their shards
-    are taken. Its copies on other engines' ranks lie further away, and may be meant for those.
+    `readers` are the trainer ranks of the engine that reads the shards; None: all. If these ranks hold a tensor in
+    full, only their shards are taken. The copies on other engines' ranks lie further away, and may be meant for those.
     """
-    own = list(range(len(descriptions))) if own is None else own
+    readers = list(range(len(descriptions))) if readers is None else readers
     held: dict[str, dict[int, DescribedTensor]] = {}
     for rank, description in enumerate(descriptions):
         for source in description.tensors:
@@ -128,8 +128,8 @@ def merge(descriptions: list[WeightsDescription], own: list[int] | None = None) 
     merged = _Merged(descriptions)
     gaps = []
     for name, by_rank in held.items():
-        ours = {rank: source for rank, source in by_rank.items() if rank in own}
-        chosen = ours if _gap(ours) == 0 else by_rank
+        near = {rank: source for rank, source in by_rank.items() if rank in readers}
+        chosen = near if _gap(near) == 0 else by_rank
         merged.add(name, chosen)
         if (gap := _gap(chosen)) != 0:
             size = math.prod(next(iter(chosen.values())).shape)
@@ -166,14 +166,14 @@ class _Merged:
 
 
 def _gap(by_rank: dict[int, DescribedTensor]) -> int:
-    """Elements of a tensor that none of these ranks holds; more than none if there are no ranks."""
+    """Return the number of elements of a tensor that none of these ranks holds; positive if there are no ranks."""
     boxes = {(tuple(shard.offset), tuple(shard.shape)) for source in by_rank.values() for shard in source.shards}
     size = math.prod(next(iter(by_rank.values())).shape) if by_rank else 1
     return max(0, size - sum(math.prod(shape) for _, shape in boxes))
 
 
 def _refuse_gaps(gaps: list[str], ranks: int) -> None:
-    """The server refuses them too, but does not know of which ranks the trainer consists."""
+    """Raise BadRequestError if there are gaps. The server refuses them, too, but does not know the trainer's ranks."""
     if gaps:
         rest = f" and {len(gaps) - _LISTED} more" if len(gaps) > _LISTED else ""
         raise BadRequestError(

@@ -69,8 +69,8 @@ class MemoryLayout:
 
     def differences(self, other: MemoryLayout) -> Iterator[int]:
         """Positions of the tensors that differ between two layouts of one set."""
-        mine, theirs = (zip(x.storages, x.addresses, x.shapes, x.strides, x.dtypes, strict=True) for x in (self, other))
-        return (i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+        now, then = (zip(x.storages, x.addresses, x.shapes, x.strides, x.dtypes, strict=True) for x in (self, other))
+        return (i for i, (a, b) in enumerate(zip(now, then, strict=True)) if a != b)
 
 
 class LayoutGuard:
