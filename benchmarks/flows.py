@@ -11,10 +11,11 @@ The flows run on a tiny random model on the CPU, called on a `VerlEngine` of one
     episode    `AgentLoop` plays one episode of `examples/my_environment.py`
 
 The engine runs in the trainer's process, or with `--http` in a server process. Each flow runs three times, and a call
-counts if it occurs every time: what runs beside the flow does not (watching threads, the end of the start). A profile
-function in every thread of
-every process records which functions of `verl_server` are called. Calls before and after the flow do not count (the
-start of the processes, for example), nor do module bodies.
+counts if it occurs every time. What runs beside the flow (watching threads, the end of the start) thus rarely counts;
+on a busy machine a figure may still differ by one or two.
+
+A profile function in every thread of every process records which functions of `verl_server` are called. Calls before
+and after the flow do not count (the start of the processes, for example), nor do module bodies.
 
 `files` is the number of files with a called function. `moves` is the number of pairs (caller, callee) of functions
 whose files are in different folders. Each pair counts once. Frames of other packages and module bodies between caller
