@@ -12,9 +12,10 @@ def test_a_push_is_recorded_from_the_trainer_to_the_copy() -> None:
     assert "server/tokenizer_manager.py" in files, "the thread of the event loop"
     assert "weight_sync/receiver/plan.py" in files, "the scheduler's process"
     assert "server/launch.py" not in files, "the start does not count"
-    assert ("worker/weight_updater.py:WeightUpdater._copy", "weight_sync/receiver/plan.py:UpdatePlan.commit") in (
-        moves_of(calls)
-    )
+    assert (
+        "worker/weights/weight_updater.py:WeightUpdater._copy",
+        "weight_sync/receiver/plan.py:UpdatePlan.commit",
+    ) in (moves_of(calls))
 
 
 def test_moves_are_calls_between_folders_that_begin_in_the_flow() -> None:
