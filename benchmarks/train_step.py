@@ -180,9 +180,9 @@ def measure(
     sampled = sum(t.sampled_tokens for t in trajectories)
     report("rollout_tokens_per_s", sampled / seconds, "tokens/s", **mode)
     progress("comparing log-probabilities")
-    gap = trainer.logprob_gap(trajectories, "0")
+    gap = trainer.compare_logprobs(trajectories, "0")
     assert gap is not None, "no token was sampled under the pushed weights"
-    report("logprob_gap", 1e6 * gap, "1e-6 nats", **mode)
+    report("logprob_gap", 1e6 * gap.largest, "1e-6 nats", **mode)
     samples = group_advantages(trajectories, normalize_std=False)
     flop = least_flop(SHAPES[args.shape], samples, recompute)
     rates = []

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train import grpo, run_end
+from verl_server.train import run as run_module
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.policy import Policy
@@ -167,7 +168,7 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
                 os.kill(os.getpid(), signal.SIGTERM)
                 threading.Event().wait(600)
 
-            patch(grpo, "save_policy", signalled_twice)
+            patch(run_module, "save_policy", signalled_twice)
             fails_in_a_pass(lambda: ZeroDivisionError("a bug in a loss"), 0)
         case "disk":
             fails_in_a_pass(lambda: ZeroDivisionError("a bug in a loss"), 1)
@@ -221,9 +222,9 @@ def main(arguments: Sequence[str]) -> int:
         def patch(owner: Any, name: str, value: Any) -> None:
             patches.enter_context(mock.patch.object(owner, name, value))
 
-        patch(grpo, "_serving", serving)
-        patch(grpo, "_player", playing)
-        patch(grpo, "check_environment", lambda *_: None)
+        patch(run_module, "_serving", serving)
+        patch(run_module, "_player", playing)
+        patch(run_module, "check_environment", lambda *_: None)
         _inject(fault if rank == "all" or mine == int(rank) else "none", player, patch)
         return grpo.main(rest)
 

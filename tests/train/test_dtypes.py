@@ -11,7 +11,7 @@ import torch
 from tests.train.test_train_command import SETTINGS, lines
 from verl_server.errors import BadRequestError
 from verl_server.server_args import ServerArgs
-from verl_server.train import grpo
+from verl_server.train import grpo, run
 from verl_server.train.dtypes import check_dtypes, passes_dtype, served_dtype
 from verl_server.train.options import TrainArgs
 
@@ -59,11 +59,11 @@ def test_a_launched_server_gets_the_dtype_of_the_passes(
     def launch(*_: Any, **settings: Any) -> Any:
         raise Launched(settings["dtype"])
 
-    monkeypatch.setattr(grpo, "launch_engine", launch)
+    monkeypatch.setattr(run, "launch_engine", launch)
     args = TrainArgs(model_path="m", env_url="http://e", server=ServerArgs(model_path="", dtype=set_dtype))
     with (
         pytest.raises(Launched, match=launched),
-        grpo._serving(args, torch.device("cuda"), torch.bfloat16, None),  # type: ignore[arg-type]
+        run._serving(args, torch.device("cuda"), torch.bfloat16, None),  # type: ignore[arg-type]
     ):
         pass
 
@@ -72,7 +72,7 @@ def test_options_with_two_dtypes_are_wrong_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are refused with status 2 before the ranks meet."""
-    monkeypatch.setattr(grpo, "setup_ranks", None)
+    monkeypatch.setattr(run, "setup_ranks", None)
     where = ["--model-path", "nowhere", "--env-url", "http://127.0.0.1:9", "--out", str(tmp_path / "run"), *SETTINGS]
     assert grpo.main([*where, "--server.dtype", "bfloat16"]) == 2
     assert "computes in bfloat16, and the trainer's passes in float32" in capsys.readouterr().err

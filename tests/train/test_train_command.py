@@ -57,7 +57,7 @@ def test_a_wrong_environment_url_is_reported_before_anything_starts(
     def too_early(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was loaded before the environment was tried")
 
-    monkeypatch.setattr("verl_server.train.grpo.load_policy", too_early)
+    monkeypatch.setattr("verl_server.train.run.load_policy", too_early)
     where = ["--model-path", str(policy_folder), "--out", str(tmp_path / "run")]
     assert main([*where, "--env-url", NOWHERE, *SETTINGS]) == 1
     error = capsys.readouterr().err
@@ -69,7 +69,7 @@ def test_a_wrong_environment_url_is_reported_before_anything_starts(
 def test_a_damaged_tokenizer_or_model_is_named_by_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_server.train.grpo.check_environment", lambda *_: None)
+    monkeypatch.setattr("verl_server.train.run.check_environment", lambda *_: None)
     damaged = make_model_folder(tmp_path / "damaged")
     where = ["--model-path", str(damaged), "--out", str(tmp_path / "run"), "--env-url", NOWHERE]
     for file, loader in (("model.safetensors", "AutoModelForCausalLM"), ("tokenizer.json", "AutoTokenizer")):

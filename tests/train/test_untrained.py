@@ -14,8 +14,8 @@ from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import Trajectory, read_jsonl
 from verl_server.train.checkpoints import Progress, write_progress
-from verl_server.train.grpo import _run_steps
 from verl_server.train.options import TrainArgs
+from verl_server.train.run import _run_steps
 from verl_server.train.run_folder import RunFolder
 from verl_server.train.stopping import RunStoppedError, StopRequest
 

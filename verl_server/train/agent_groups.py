@@ -1,6 +1,6 @@
 """`AgentGroups`: an agent plays each step's groups through sessions of the rollout server.
 
-`grpo.py` calls `run` where it otherwise calls an `AgentLoop`. Tokens, loss mask and log-probabilities are those that
+`GRPO` calls `run` where it otherwise calls an `AgentLoop`. Tokens, loss mask and log-probabilities are those that
 the server recorded. An episode whose history the agent edited, or that has sub-agents, is several trajectories.
 
 The trainer computes the distribution of its policy at one temperature, without penalties, bias and filters. So these

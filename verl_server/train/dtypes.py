@@ -1,6 +1,6 @@
 """One dtype: the server that samples and the trainer's passes compute in the same one.
 
-`grpo.py` asks before it starts anything, and again when the server is up.
+`run.py` checks the options before it starts anything, and the server when it is up.
 """
 
 from __future__ import annotations

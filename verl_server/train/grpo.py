@@ -6,89 +6,41 @@ trains a policy on any OpenEnv environment whose observations and actions are te
 plays the episodes through sessions of the rollout server (`agent_groups`). Under `torchrun --nproc-per-node N` the
 model is sharded over the ranks (FSDP2). Every rank plays and trains on its own groups against one rollout server.
 The log-probabilities that the server returns with each token are those of the behaviour policy. To change the
-algorithm, copy this file. The other modules of this folder are not part of the algorithm: `policy` (the model),
-`batches` (packing), `metrics`, `run_folder` and `checkpoints` (files), `ranks` (processes).
-
-Exit status:
-
-    0           the run is complete
-    1           an error, or the run could not be saved (the message says what was saved)
-    2           wrong options
-    3           several steps in a row had nothing to train on
-    4           server and trainer disagree about log-probabilities (`logprob_gap`)
-    128 + N     signal N: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP
-
-Whatever ends the steps of a run, everything is saved before the process ends, and `--resume` continues the run
-(`run_end` says how ranks agree). The last checkpoint stays if a rank is gone, if the disk is full, or after an error in
-the middle of an optimizer step. Episodes of a step that was not completed are in untrained-rankN.jsonl.
-A signal is obeyed at the next rollout, which it interrupts; a second one ends the
-process at once.
+algorithm, copy this file. The other modules of this folder are not part of the algorithm: `run` (what surrounds the
+steps, and the exit statuses), `policy` (the model), `batches` (packing), `metrics`, `checkpoints`, `ranks` (processes).
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import math
-import secrets
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import AutoTokenizer
 
-from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import BadRequestError, ServerRestartedError, UnansweredError, VerlServerError
-from verl_server.files.model_folder import load_pretrained
+from verl_server.errors import BadRequestError, ServerRestartedError
 from verl_server.logprob_gap import GapAlarm, LogprobGap
-from verl_server.rollout.agent_loop import AgentLoop, Rollout
-from verl_server.rollout.agents.types import Server
-from verl_server.rollout.environment_check import check_environment
-from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
+from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import Task, Trajectory, by_episode
-from verl_server.train.agent_groups import AgentGroups
+from verl_server.train import run
 from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
-from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
 from verl_server.train.loss_scaling import LossScaling
-from verl_server.train.metrics import (
-    Failure,
-    Learned,
-    RolloutReport,
-    StepMetrics,
-    count_errors,
-    describe_rollout,
-    describe_step,
-    merge_reports,
-    report_rollout,
-)
+from verl_server.train.metrics import Learned, RolloutReport, describe_rollout, merge_reports, report_rollout
 from verl_server.train.options import GRPOConfig, TrainArgs
-from verl_server.train.policy import Policy, load_policy, save_policy
-from verl_server.train.ranks import (
-    SaveGroup,
-    all_ranks,
-    attach_engine,
-    full,
-    launch_engine,
-    over_ranks,
-    setup_ranks,
-)
-from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
-from verl_server.train.run_folder import RunFolder
-from verl_server.train.run_settings import run_settings
-from verl_server.train.skipped_steps import SkippedSteps
+from verl_server.train.policy import Policy
+from verl_server.train.ranks import SaveGroup, full, over_ranks
+from verl_server.train.run import Player, RunParts, Step
+from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -150,11 +102,6 @@ class PolicyTrainer:
         self.scaling = LossScaling(policy.compute_dtype, device)
         self.steps = StepCounter()
         self._run_steps = steps
-
-    def logprob_gap(self, trajectories: Sequence[Trajectory], version: str) -> float | None:
-        """The largest difference that `compare_logprobs` finds."""
-        gap = self.compare_logprobs(trajectories, version)
-        return None if gap is None else gap.largest
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:
         """The gap of the server's and the trainer's log-probabilities, over tokens that were sampled under `version`.
@@ -280,36 +227,6 @@ def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> 
     return tasks
 
 
-class Player(Protocol):
-    """What plays the episodes of a step: an `AgentLoop`, or `AgentGroups`."""
-
-    @property
-    def environment_url(self) -> str:
-        """URL or name of the environment, for reports of failures."""
-        ...
-
-    @property
-    def is_agent(self) -> bool:
-        """True if an agent of the user's plays, which may call another server than its session."""
-        ...
-
-    def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
-        """Play all tasks. A fault of one episode raises nothing: its trajectory has no reward."""
-        ...
-
-
-@dataclass
-class Step:
-    """The result of `GRPO.step`."""
-
-    metrics: StepMetrics
-    """Metrics over all ranks, equal on each rank."""
-    rollout: Rollout
-    """The episodes of this rank."""
-    failures: list[Failure]
-    """The failed episodes of all ranks."""
-
-
 class GRPO:
     """A training run on one rank: its share of the groups, its shards of the model, and the engine of all ranks."""
 
@@ -326,6 +243,7 @@ class GRPO:
         self.trainer = trainer
         self.engine = engine
         self.loop = loop
+        self.steps = trainer.steps
         self.next_step = 0
         self.version = 0
         """Version of the served weights: one more than the number of the step that trained them; 0 before training."""
@@ -376,6 +294,18 @@ class GRPO:
         trained = -1 if self.trainer.steps.last_step is None else self.trainer.steps.last_step
         return Progressing(max(self.next_step, trained + 1), max(self.version, trained + 1))
 
+    def save(self, folder: Path, reached: Progressing, saving: SaveGroup) -> None:
+        """Write a checkpoint of the state `reached` into `folder`. All ranks call it."""
+        trainer, scaling = self.trainer, self.trainer.scaling.state_dict()
+        where = {"next_step": reached.next_step, "version": reached.version}
+        save_checkpoint(folder, trainer.policy, trainer.optimizer, **where, loss_scaling=scaling, saving=saving)
+
+    def load(self, checkpoint: Path) -> None:
+        """Continue from the folder of a checkpoint. All ranks call it."""
+        progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer)
+        self.next_step, self.version = progress.next_step, progress.version
+        self.trainer.scaling.load_state_dict(progress.loss_scaling)
+
     def push(self) -> None:
         """Copy the trainer's weights into the server, as version `self.version`."""
         named_weights, version = self.trainer.policy.named_weights, str(self.version)
@@ -416,212 +346,15 @@ class GRPO:
         return rollout, samples, merge_reports([msgspec.msgpack.decode(r, type=RolloutReport) for r in reports])
 
 
-# -- a run from the command line ----------------------------------------------------------------------------
-
-
-def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
-    """Run the training on this rank. Every rank calls it under torchrun. `stop`: a request to stop the run."""
-    stop = stop or StopRequest()
-    dtype = check_dtype_options(args)
-    device = setup_ranks(args.device, args.rank_timeout)
-    ranks = all_ranks(args.rank_timeout)
-    if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
-        for name in ("verl_server.train", "verl_server.logprob_gap"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-    folder = RunFolder(args.out, functools.partial(run_settings, args))
-    with contextlib.closing(folder):
-        checkpoint = ranks.call("RunFolder", lambda _: folder.open(args.resume))
-        _train(args, stop, dtype, device, ranks, folder, checkpoint)
-
-
-def _train(
-    args: TrainArgs,
-    stop: StopRequest,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: RankGroup,
-    folder: RunFolder,
-    checkpoint: str | None,
-) -> None:
-    """Load, launch, and run the steps. `checkpoint`: folder of the checkpoint to continue from."""
-    tokenizer = load_pretrained(AutoTokenizer, args.model_path, "model_path")
-    agents, renderer = None, None
-    if args.agent is not None:
-        agents = AgentGroups(args)
-    else:
-        make_renderer = ChatRenderer if args.chat else TextRenderer
-        renderer = make_renderer(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
-    if (url := args.env_url) is not None:
-        ranks.call("check_environment", lambda _: check_environment(url, renderer, args.limits.env))
-    policy = load_policy(
-        args.model_path,
-        device,
-        compute_dtype=dtype,
-        gradient_checkpointing=args.gradient_checkpointing,
-        logprob_chunk=args.logprob_chunk,
-    )
-    trainer = PolicyTrainer(policy, args.grpo, args.steps, device)
-    saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
-    with (
-        RunEnd(stop, final, device) as end,
-        _serving(args, device, dtype, ranks) as (engine, api_key),
-        _player(args, engine, api_key, agents, renderer) as player,
-    ):
-        # With two dtypes, the bounds are those of the coarsest one.
-        bounds = torch.bfloat16 if args.allow_dtype_mismatch else dtype
-        alarm = None if args.gap_alarm == "off" else GapAlarm(bounds, stops=args.gap_alarm == "stop")
-        run = GRPO(trainer, engine, player, ranks, stop, alarm)
-        if checkpoint is not None:
-            progress = load_checkpoint(Path(checkpoint), policy, trainer.optimizer)
-            run.next_step, run.version = progress.next_step, progress.version
-            trainer.scaling.load_state_dict(progress.loss_scaling)
-        ranks.call("RunFolder.begin", lambda _: folder.begin())
-
-        def save(reached: Progressing) -> None:
-            _save_checkpoint(args, trainer, reached, final)
-            save_policy(policy, args.out / "model", tokenizer, final)
-
-        end.protect(RunState(trainer.steps, run.progress, save, str(args.out)))
-        failure: BaseException | None = None
-        try:
-            run.push()
-            _run_steps(args, run, folder, stop, saving)
-        except BaseException as error:
-            failure = error
-        end.finish(failure)
-
-
-@contextlib.contextmanager
-def _serving(
-    args: TrainArgs, device: torch.device, dtype: torch.dtype, ranks: RankGroup
-) -> Iterator[tuple[VerlEngine, str | None]]:
-    """Launch the rollout server or attach to it. Yields (engine, API key of the server).
-
-    The server computes in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
-    because its routes would else be open to the agent.
-    """
-    settings = args.server_settings
-    if args.server_url is None:
-        if args.agent is not None:
-            settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
-        settings.setdefault("dtype", dtype_name(dtype))
-        engine = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
-    else:
-        keys = settings.get("api_key"), settings.get("admin_api_key")
-        engine = attach_engine(args.server_url, *keys, rank_timeout=args.rank_timeout)
-    with engine:
-        where = f"The server at {engine.url}"
-        check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
-        yield engine, settings.get("api_key")
-
-
-@contextlib.contextmanager
-def _player(
-    args: TrainArgs,
-    engine: VerlEngine,
-    api_key: str | None,
-    agents: AgentGroups | None,
-    renderer: Renderer | None,
-) -> Iterator[Player]:
-    """This rank's player: the agent if there is one, else the built-in loop."""
-    if agents is not None:
-        agents.serve(Server(str(engine.url), api_key or str(engine.admin_api_key)))
-        yield agents
-        return
-    assert args.env_url is not None and renderer is not None
-    with (
-        HttpServerEngineAdapter.attach(str(engine.url), api_key) as client,
-        AgentLoop(
-            client,
-            args.env_url,
-            renderer,
-            sampling_params={"temperature": args.grpo.temperature},
-            limits=args.limits,
-            max_concurrency=args.max_concurrency,
-        ) as loop,
-    ):
-        yield loop
-
-
-def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder, stop: StopRequest, saving: SaveGroup) -> None:
-    skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
-    while run.next_step < args.steps:
-        torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
-        number, finished = run.next_step, list[Trajectory]()
-        try:
-            step = run.step(finished.append)
-        except BaseException:
-            if run.next_step == number:
-                _keep_untrained(folder, number, finished)
-            raise
-        if dist.get_rank() == 0:
-            folder.record(step.metrics, step.rollout.trajectories, step.failures)
-            print(describe_step(step.metrics), flush=True)
-            if step.failures and step.metrics.skipped is None:
-                failed, episodes = step.metrics.failed, step.metrics.trajectories
-                errors = count_errors(step.failures)
-                logger.warning("Step %d: %d of %d episodes failed: %s", step.metrics.step, failed, episodes, errors)
-        with stop.interruptible():
-            skipped.note(step.metrics)
-        if args.save_every and run.next_step % args.save_every == 0:
-            _save_checkpoint(args, run.trainer, run.progress(), saving)
-
-
-def _keep_untrained(folder: RunFolder, step: int, finished: Sequence[Trajectory]) -> None:
-    """Write this rank's episodes of a step that the run does not complete. A full disk must not hide the error."""
-    try:
-        folder.record_untrained(step, dist.get_rank(), finished)
-    except OSError as error:
-        logger.error("%d episodes of step %d are lost: %s", len(finished), step, error)
-
-
-def _save_checkpoint(args: TrainArgs, trainer: PolicyTrainer, reached: Progressing, saving: SaveGroup) -> None:
-    save_checkpoint(
-        args.out,
-        trainer.policy,
-        trainer.optimizer,
-        next_step=reached.next_step,
-        version=reached.version,
-        loss_scaling=trainer.scaling.state_dict(),
-        saving=saving,
-    )
+def make_grpo(args: TrainArgs, parts: RunParts) -> GRPO:
+    """Return the algorithm of a run with the options `args`."""
+    trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
+    return GRPO(trainer, parts.engine, parts.player, parts.ranks, parts.stop, parts.alarm)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status. A `VerlServerError` is printed as a message, without a traceback."""
-    import tyro
-
-    from verl_server.files.json_options import JSON_OPTIONS
-
-    prog = "python -m verl_server.train.grpo"
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        args = tyro.cli(TrainArgs, args=argv, prog=prog, registry=JSON_OPTIONS)
-    except BadRequestError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
-    try:
-        with StopRequest().installed() as stop:
-            train(args, stop)
-    except (Exception, KeyboardInterrupt) as error:
-        _report(prog, error)
-        return exit_status(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
-
-
-def _report(prog: str, error: BaseException) -> None:
-    """Print the error. Every rank prints an unexpected error of its own with a traceback."""
-    if not isinstance(error, VerlServerError | KeyboardInterrupt):
-        traceback.print_exception(error)  # with its notes
-        return
-    # Every rank has the same error, so rank 0 prints it. But rank 0 may not know that another rank is gone, so every
-    # rank that does know prints that error.
-    if not dist.is_initialized() or dist.get_rank() == 0 or isinstance(error, UnansweredError):
-        text = str(error) or type(error).__name__
-        print(" ".join([f"{prog}: {text}", *notes_of(error)]), file=sys.stderr, flush=True)
+    """Run the command and return the exit status."""
+    return run.main("python -m verl_server.train.grpo", make_grpo, argv)
 
 
 if __name__ == "__main__":

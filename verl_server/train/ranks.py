@@ -1,6 +1,6 @@
 """The process group of the trainer's ranks, and the rollout server that they share.
 
-`grpo.py` and the demo use it. A single process is a group of one rank, so there is one code path.
+`run.py` and the demo use it. A single process is a group of one rank, so there is one code path.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`RunEnd`: whatever ends a training run, all ranks learn it, agree on one state of the weights, and save it.
 
-`grpo.py` makes one for each run. If the run ends with an error on one rank, the others may wait for that rank in a
+`run.py` makes one for each run. If the run ends with an error on one rank, the others may wait for that rank in a
 collective, which nothing can interrupt. So each rank has a watch thread. It learns through torch's store that a rank
 has failed, and if its main thread does not arrive within `_GRACE` seconds, it saves in place of the main thread, and
 then ends the process. Saving needs the stored weights and connections of its own only (`SaveGroup`).

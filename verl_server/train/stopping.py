@@ -1,6 +1,6 @@
 """`StopRequest`: SIGINT, SIGTERM and SIGHUP end a training run in order, and a rollout that runs is cancelled.
 
-`grpo.py` installs it. The first signal is a request: the optimizer steps and the push of a step are completed, and the
+`run.py` installs it. The first signal is a request: the optimizer steps and the push of a step are completed, and the
 run ends at the next rollout, with everything saved (`run_end`). A second signal ends the process at once.
 """
 

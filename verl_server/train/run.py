@@ -1,0 +1,307 @@
+"""A training run from the command line: what surrounds the steps of an algorithm.
+
+`grpo` calls `main`. `train` loads the model, launches the rollout server or attaches to it, continues from a checkpoint
+with `--resume`, runs the steps, and saves the run.
+
+Exit status:
+
+    0           the run is complete
+    1           an error, or the run could not be saved (the message says what was saved)
+    2           wrong options
+    3           several steps in a row had nothing to train on
+    4           server and trainer disagree about log-probabilities (`logprob_gap`)
+    128 + N     signal N: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP
+
+Whatever ends the steps of a run, everything is saved before the process ends, and `--resume` continues the run
+(`run_end` says how ranks agree). The last checkpoint stays if a rank is gone, if the disk is full, or after an error in
+the middle of an optimizer step. Episodes of a step that was not completed are in untrained-rankN.jsonl.
+A signal is obeyed at the next rollout, which it interrupts. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import secrets
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.rank_group import RankGroup
+from verl_server.engine.verl_engine import VerlEngine
+from verl_server.errors import BadRequestError, UnansweredError, VerlServerError
+from verl_server.files.model_folder import load_pretrained
+from verl_server.logprob_gap import GapAlarm
+from verl_server.rollout.agent_loop import AgentLoop, Rollout
+from verl_server.rollout.agents.types import Server
+from verl_server.rollout.environment_check import check_environment
+from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
+from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.train.agent_groups import AgentGroups
+from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
+from verl_server.train.metrics import Failure, StepMetrics, count_errors, describe_step
+from verl_server.train.options import TrainArgs
+from verl_server.train.policy import Policy, load_policy, save_policy
+from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_engine, setup_ranks
+from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
+from verl_server.train.run_folder import RunFolder
+from verl_server.train.run_settings import run_settings
+from verl_server.train.skipped_steps import SkippedSteps
+from verl_server.train.stopping import StopRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Player(Protocol):
+    """What plays the episodes of a step: an `AgentLoop`, or `AgentGroups`."""
+
+    @property
+    def environment_url(self) -> str:
+        """URL or name of the environment, for reports of failures."""
+
+    @property
+    def is_agent(self) -> bool:
+        """True if an agent of the user plays, which may call another server than that of its session."""
+
+    def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
+        """Play all tasks. An episode that fails raises nothing: its trajectory has no reward."""
+
+
+@dataclass
+class Step:
+    """The result of a training step."""
+
+    metrics: StepMetrics
+    """Metrics over all ranks, equal on each rank."""
+    rollout: Rollout
+    """The episodes of this rank."""
+    failures: list[Failure]
+    """The failed episodes of all ranks."""
+
+
+class Algorithm(Protocol):
+    """What a run needs of its algorithm, which is `grpo.GRPO`."""
+
+    next_step: int
+    steps: StepCounter
+    """The optimizer steps of this rank."""
+
+    def push(self) -> None:
+        """Copy the trainer's weights into the server."""
+
+    def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
+        """Run one training step. `on_finish` is called with each trajectory when it ends."""
+
+    def progress(self) -> Progressing:
+        """Return the progress of this rank, after an error inside of a step, too."""
+
+    def save(self, folder: Path, reached: Progressing, saving: SaveGroup) -> None:
+        """Write a checkpoint into `folder`. All ranks call it."""
+
+    def load(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint. All ranks call it."""
+
+
+@dataclass
+class RunParts:
+    """What a run has prepared for its algorithm on this rank."""
+
+    policy: Policy
+    device: torch.device
+    engine: VerlEngine
+    player: Player
+    ranks: RankGroup
+    stop: StopRequest
+    """A request to stop, which interrupts rollouts."""
+    alarm: GapAlarm | None
+    """Judges the gap of log-probabilities."""
+
+
+def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], stop: StopRequest) -> None:
+    """Run the training on this rank. Every rank calls it under torchrun.
+
+    `make` returns the algorithm. `stop` is a request to stop the run.
+    """
+    dtype = check_dtype_options(args)
+    device = setup_ranks(args.device, args.rank_timeout)
+    ranks = all_ranks(args.rank_timeout)
+    if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
+        for name in ("verl_server.train", "verl_server.logprob_gap"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+    folder = RunFolder(args.out, functools.partial(run_settings, args))
+    with contextlib.closing(folder):
+        checkpoint = ranks.call("RunFolder", lambda _: folder.open(args.resume))
+        tokenizer = load_pretrained(AutoTokenizer, args.model_path, "model_path")
+        agents, renderer = None, None
+        if args.agent is not None:
+            agents = AgentGroups(args)
+        else:
+            make_renderer = ChatRenderer if args.chat else TextRenderer
+            renderer = make_renderer(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
+        if (url := args.env_url) is not None:
+            ranks.call("check_environment", lambda _: check_environment(url, renderer, args.limits.env))
+        policy = load_policy(
+            args.model_path,
+            device,
+            compute_dtype=dtype,
+            gradient_checkpointing=args.gradient_checkpointing,
+            logprob_chunk=args.logprob_chunk,
+        )
+        saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
+        with (
+            RunEnd(stop, final, device) as end,
+            _serving(args, device, dtype, ranks) as (engine, api_key),
+            _player(args, engine, api_key, agents, renderer) as player,
+        ):
+            # With two dtypes, the bounds are those of the coarsest one.
+            bounds = torch.bfloat16 if args.allow_dtype_mismatch else dtype
+            alarm = None if args.gap_alarm == "off" else GapAlarm(bounds, stops=args.gap_alarm == "stop")
+            algorithm = make(args, RunParts(policy, device, engine, player, ranks, stop, alarm))
+            if checkpoint is not None:
+                algorithm.load(Path(checkpoint))
+            ranks.call("RunFolder.begin", lambda _: folder.begin())
+
+            def save(reached: Progressing) -> None:
+                algorithm.save(args.out, reached, final)
+                save_policy(policy, args.out / "model", tokenizer, final)
+
+            end.protect(RunState(algorithm.steps, algorithm.progress, save, str(args.out)))
+            failure: BaseException | None = None
+            try:
+                algorithm.push()
+                _run_steps(args, algorithm, folder, stop, saving)
+            except BaseException as error:
+                failure = error
+            end.finish(failure)
+
+
+@contextlib.contextmanager
+def _serving(
+    args: TrainArgs, device: torch.device, dtype: torch.dtype, ranks: RankGroup
+) -> Iterator[tuple[VerlEngine, str | None]]:
+    """Launch the rollout server or attach to it, and yield (engine, API key of the server).
+
+    The server computes in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
+    because its routes would else be open to the agent.
+    """
+    settings = args.server_settings
+    if args.server_url is None:
+        if args.agent is not None:
+            settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
+        settings.setdefault("dtype", dtype_name(dtype))
+        engine = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
+    else:
+        keys = settings.get("api_key"), settings.get("admin_api_key")
+        engine = attach_engine(args.server_url, *keys, rank_timeout=args.rank_timeout)
+    with engine:
+        where = f"The server at {engine.url}"
+        check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
+        yield engine, settings.get("api_key")
+
+
+@contextlib.contextmanager
+def _player(
+    args: TrainArgs,
+    engine: VerlEngine,
+    api_key: str | None,
+    agents: AgentGroups | None,
+    renderer: Renderer | None,
+) -> Iterator[Player]:
+    """Yield the player of this rank: the agent if there is one, else the built-in loop."""
+    if agents is not None:
+        agents.serve(Server(str(engine.url), api_key or str(engine.admin_api_key)))
+        yield agents
+        return
+    assert args.env_url is not None and renderer is not None
+    with (
+        HttpServerEngineAdapter.attach(str(engine.url), api_key) as client,
+        AgentLoop(
+            client,
+            args.env_url,
+            renderer,
+            sampling_params={"temperature": args.grpo.temperature},
+            limits=args.limits,
+            max_concurrency=args.max_concurrency,
+        ) as loop,
+    ):
+        yield loop
+
+
+def _run_steps(args: TrainArgs, run: Algorithm, folder: RunFolder, stop: StopRequest, saving: SaveGroup) -> None:
+    skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
+    while run.next_step < args.steps:
+        torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
+        number, finished = run.next_step, list[Trajectory]()
+        try:
+            step = run.step(finished.append)
+        except BaseException:
+            if run.next_step == number:
+                _keep_untrained(folder, number, finished)
+            raise
+        if dist.get_rank() == 0:
+            folder.record(step.metrics, step.rollout.trajectories, step.failures)
+            print(describe_step(step.metrics), flush=True)
+            if step.failures and step.metrics.skipped is None:
+                failed, episodes = step.metrics.failed, step.metrics.trajectories
+                errors = count_errors(step.failures)
+                logger.warning("Step %d: %d of %d episodes failed: %s", step.metrics.step, failed, episodes, errors)
+        with stop.interruptible():
+            skipped.note(step.metrics)
+        if args.save_every and run.next_step % args.save_every == 0:
+            run.save(args.out, run.progress(), saving)
+
+
+def _keep_untrained(folder: RunFolder, step: int, finished: Sequence[Trajectory]) -> None:
+    """Write this rank's episodes of a step that the run does not complete. A full disk must not hide the error."""
+    try:
+        folder.record_untrained(step, dist.get_rank(), finished)
+    except OSError as error:
+        logger.error("%d episodes of step %d are lost: %s", len(finished), step, error)
+
+
+def main(prog: str, make: Callable[[TrainArgs, RunParts], Algorithm], argv: Sequence[str] | None = None) -> int:
+    """Run the command `prog` with the algorithm that `make` returns, and return the exit status.
+
+    A `VerlServerError` is printed as a message without a traceback. `argv` defaults to the arguments of the process.
+    """
+    import tyro
+
+    from verl_server.files.json_options import JSON_OPTIONS
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        args = tyro.cli(TrainArgs, args=argv, prog=prog, registry=JSON_OPTIONS)
+    except BadRequestError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    try:
+        with StopRequest().installed() as stop:
+            train(args, make, stop)
+    except (Exception, KeyboardInterrupt) as error:
+        _report(prog, error)
+        return exit_status(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _report(prog: str, error: BaseException) -> None:
+    """Print the error. Every rank prints an unexpected error of its own with a traceback."""
+    if not isinstance(error, VerlServerError | KeyboardInterrupt):
+        traceback.print_exception(error)  # with its notes
+        return
+    # Every rank has the same error, so rank 0 prints it. But rank 0 may not know that another rank is gone, so every
+    # rank that does know prints that error.
+    if not dist.is_initialized() or dist.get_rank() == 0 or isinstance(error, UnansweredError):
+        text = str(error) or type(error).__name__
+        print(" ".join([f"{prog}: {text}", *notes_of(error)]), file=sys.stderr, flush=True)
