@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,9 +24,10 @@ from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.messages.results import SchedulerInfo
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
+from verl_server.rollout.lockstep import play_in_lockstep
 from verl_server.rollout.renderer import Renderer, TokenizerRenderer
 from verl_server.rollout.restarts import HealedServer
-from verl_server.rollout.running_loop import is_loop_running, refuse_running_loop
+from verl_server.rollout.running_loop import is_loop_running, refuse_running_loop, run_all
 from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, is_unsampled
 from verl_server.rollout.unsampled import UnsampledNotice
@@ -114,7 +115,7 @@ class AgentLoop:
 
     async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
         """`run`, awaited in the caller's event loop."""
-        clock = _Clock()
+        clock = _new_clock()
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
 
@@ -131,7 +132,7 @@ class AgentLoop:
 
         async with HealedServer(self.engine, self.limits.restart_timeout) as server:
             with watch:
-                trajectories = await _all(play(task) for task in tasks)
+                trajectories = await run_all(play(task) for task in tasks)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
 
     # -- in lock step ---------------------------------------------------------------------------------------
@@ -146,45 +147,17 @@ class AgentLoop:
         return self._runner.run(self._run_lockstep(tasks, on_finish))
 
     async def _run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None) -> Rollout:
-        clock = _Clock()
+        clock = _new_clock()
         size = self._max_concurrency or max(1, len(tasks))
         trajectories: list[Trajectory] = []
         async with HealedServer(self.engine, self.limits.restart_timeout) as server:
             for start in range(0, len(tasks), size):
                 episodes = [self._episode(task, clock) for task in tasks[start : start + size]]
-                try:
-                    await self._play_lockstep(server, episodes, clock)
-                finally:
-                    for episode in episodes:
-                        server.close_session(episode.session_id)
-                    await _all(episode.close() for episode in episodes)
+                await play_in_lockstep(server, episodes, self.limits.generate_timeout, clock)
                 trajectories += [episode.trajectory for episode in episodes]
         for trajectory in trajectories:
             self._ended(trajectory, on_finish)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
-
-    async def _play_lockstep(self, server: HealedServer, episodes: list[Episode], clock: Callable[[], float]) -> None:
-        await _all(episode.open() for episode in episodes)
-        while alive := [episode for episode in episodes if not episode.is_over]:
-            pending = alive
-            while pending:
-                results = await self._generate_batch(server, pending, clock)
-                pending = [s for s, result in zip(pending, results, strict=True) if not s.accept(result)]
-            await _all(episode.act() for episode in alive)
-
-    async def _generate_batch(self, server: HealedServer, episodes: list[Episode], clock: Callable[[], float]) -> Any:
-        start = clock()
-        requests = [episode.request() for episode in episodes]
-        results = await server.async_generate(
-            input_ids=[request["input_ids"] for request in requests],
-            sampling_params=[request["sampling_params"] for request in requests],
-            return_logprob=True,
-            session_id=[request["session_id"] for request in requests],
-            timeout=self.limits.generate_timeout,
-        )
-        for episode in episodes:
-            episode.trajectory.events.append(Event("generate", start, clock()))
-        return results
 
     # -- shared ---------------------------------------------------------------------------------------------
 
@@ -236,24 +209,7 @@ def _sequence_capacity(scheduler_info: SchedulerInfo) -> int:
     return min(context_length, int(longest_input) + 1)  # the last sampled token needs no place in the KV cache
 
 
-class _Clock:
-    """A call returns the seconds since the clock was created."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def __call__(self) -> float:
-        return time.monotonic() - self._start
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines side by side and return their results in order.
-
-    If one raises, the others are cancelled and awaited before its error is raised.
-    """
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+def _new_clock() -> Callable[[], float]:
+    """Return a function that returns the seconds since this call."""
+    start = time.monotonic()
+    return lambda: time.monotonic() - start

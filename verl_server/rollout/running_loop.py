@@ -1,10 +1,14 @@
-"""`refuse_running_loop`, for calls that run an event loop of their own and so cannot be made in a running one."""
+"""Event loops: calls that cannot be made in a running one (`refuse_running_loop`), and coroutines side by side."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
 from verl_server.errors import BadRequestError
+
+T = TypeVar("T")
 
 
 def refuse_running_loop(call: str, remedy: str) -> None:
@@ -26,3 +30,16 @@ def is_loop_running() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines side by side and return their results in order.
+
+    If one raises, the others are cancelled and awaited before its error is raised.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

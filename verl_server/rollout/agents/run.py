@@ -39,7 +39,7 @@ from verl_server.rollout.agents.types import (
     EnvironmentFactory,
     Server,
 )
-from verl_server.rollout.running_loop import refuse_running_loop
+from verl_server.rollout.running_loop import refuse_running_loop, run_all
 from verl_server.rollout.trajectory import StopReason, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.sampling_params import SamplingParams
@@ -176,12 +176,7 @@ async def arun_agents(
                 await run.play(tasks[index], index, member, session_seed(seed, index, member))
 
         try:
-            async with asyncio.TaskGroup() as group:
-                for place in places:
-                    if place not in finished:
-                        group.create_task(play(*place))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            await run_all(play(*place) for place in places if place not in finished)
         finally:
             if folder is not None:
                 folder.write_summary(time.monotonic() - start, len(places))

@@ -27,6 +27,7 @@ from verl_server.rollout.agents.gateway import GuardedEnvironment
 from verl_server.rollout.agents.threads import in_thread
 from verl_server.rollout.agents.types import AgentSession, AgentTask
 from verl_server.rollout.environments.tools import Tool, ToolError, converted, function_tool, value_text
+from verl_server.rollout.running_loop import run_all
 from verl_server.rollout.trajectory import StopReason
 
 DEFAULT_MAX_TURNS = 16
@@ -136,12 +137,7 @@ class ToolLoop:
         self, calls: Sequence[Mapping[str, Any]], environment: GuardedEnvironment | None
     ) -> list[dict[str, Any]]:
         """Run the calls of one reply at once. If one of them ends the episode, the others are cancelled."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                answers = [group.create_task(self._answer(call, environment)) for call in calls]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [answer.result() for answer in answers]
+        return await run_all(self._answer(call, environment) for call in calls)
 
     async def _answer(self, call: Mapping[str, Any], environment: GuardedEnvironment | None) -> dict[str, Any]:
         """The message that answers one call: the result, or what was wrong with the call."""
