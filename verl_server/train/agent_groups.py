@@ -48,7 +48,7 @@ _UNEDITED: dict[str, Any] = {
 
 class AgentGroups:
     def __init__(self, args: TrainArgs) -> None:
-        """Load agent, tasks and reward. Raises BadRequestError if a name of them is wrong."""
+        """Load the agent, the tasks and the reward. Raise BadRequestError if one of their names is wrong."""
         assert args.agent is not None
         self._agent = load_agent(args.agent)
         self._tasks = None if args.tasks is None or is_named(args.tasks) else read_tasks(Path(args.tasks))
@@ -91,8 +91,8 @@ class AgentGroups:
     def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
         """Play the tasks of whole groups, each `group_size` tasks in a row. `on_finish` is called with each branch.
 
-        Episodes without a reward are not tried again. Faults of single episodes raise nothing. Raises BadRequestError
-        if a token to train on has no known log-probability under the policy.
+        Episodes without a reward are not tried again. A fault of one episode raises nothing. Raise BadRequestError if
+        a token to train on has no known log-probability under the policy.
         """
         assert self._server is not None, "serve() comes first"
         trajectories: list[Trajectory] = []
@@ -144,7 +144,7 @@ class AgentGroups:
                         )
 
     def _agent_task(self, seed: int) -> AgentTask:
-        """The task of a group. Groups count up through the seeds, so they take the lines of a file in turn."""
+        """Return the task of a group. The seeds of groups count up, so that groups take the lines of a file in turn."""
         return AgentTask(seed=seed) if self._tasks is None else self._tasks[seed % len(self._tasks)]
 
 
@@ -158,7 +158,7 @@ def _environment(args: TrainArgs) -> EnvironmentFactory | None:
 
 
 def _branches(episode: AgentEpisode, task: Task) -> list[Trajectory]:
-    """The trajectories of an episode, labelled with the trainer's task.
+    """Return the trajectories of an episode, labelled with the trainer's task.
 
     An episode without tokens is one empty trajectory, so that it is counted and its error is reported.
     """

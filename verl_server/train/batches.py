@@ -1,11 +1,11 @@
-"""Packing of trajectories into tensors: micro-batches whose size, padding included, stays within a token budget.
+"""Micro-batches: trajectories packed into tensors whose size, padding included, stays within a token budget.
 
 `PolicyTrainer` packs the trajectories of each optimizer step. Trajectories of similar length share a micro-batch, so
-little of it is padding.
+that little of it is padding.
 
-The ratio of a token has the policy's own log-probability, also if the token was drawn under a mask, a penalty or a
-bias. A token beside which a mask allowed no other one says nothing about the policy: it is left out. A token whose
-record does not have the policy's log-probability is refused (`check_usable`).
+The probability ratio of a token is computed with the log-probability of the policy itself, also if the token was drawn
+under a mask, a penalty or a bias. A token beside which a mask allowed no other token says nothing about the policy, and
+is left out. A token whose record does not have the log-probability of the policy is refused (`check_usable`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sample:
 def check_usable(trajectories: Sequence[Trajectory], temperature: float | None = None) -> None:
     """Raise BadRequestError if the log-probability of a token to train on is not that of the policy at `temperature`.
 
-    None: any temperature. A turn that does not record its temperature was sampled at the trainer's.
+    None permits any temperature. A turn that does not record its temperature was sampled at that of the trainer.
     """
     for trajectory in trajectories:
         mask = trajectory.trained_mask
@@ -76,12 +76,11 @@ class MicroBatch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device, correction: float = 0.0) -> MicroBatch:
-        """Pad `samples` to a batch on `device`.
+        """Return `samples`, padded, as a batch on `device`.
 
-        `correction` > 0 multiplies the advantage of each token with exp(log_weights), at most `correction`: truncated
-        importance sampling for tokens that were drawn from an edited distribution.
-
-        Without samples, the batch has two tokens of which none was sampled, so its gradients are 0.
+        `correction` > 0 multiplies the advantage of each token with exp(log_weights), at most `correction`. This is
+        truncated importance sampling for tokens that were drawn from an edited distribution. Without samples, the batch
+        has two tokens of which none was sampled, so its gradients are 0.
         """
         length = max((len(sample.trajectory.tokens) for sample in samples), default=2)
         tokens = torch.zeros((max(1, len(samples)), length), dtype=torch.long)
@@ -110,7 +109,7 @@ def _policy(trajectory: Trajectory, positions: Tensor) -> Tensor:
 
 
 def sampled_positions(trajectory: Trajectory) -> Tensor:
-    """Positions of the tokens that are trained on, int64 [n]. The first token, which has no context, is never one."""
+    """Return the positions of the tokens to train on, int64 [n]. The first token, which has no context, is left out."""
     mask = torch.tensor(trajectory.trained_mask, dtype=torch.bool)
     mask[:1] = False
     return mask.nonzero().squeeze(1)

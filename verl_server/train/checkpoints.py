@@ -1,7 +1,7 @@
 """Checkpoints of a training run: model, optimizer, the scale of the loss, the next step and the served version.
 
-A checkpoint is complete when it has its name. Its run.json lists its files with their sizes and checksums, and has a
-checksum of itself, so that a file that is lost or damaged is named before a run continues.
+A checkpoint gets its name when it is complete. Its run.json lists its files with their sizes and checksums, and has a
+checksum of itself, so that an error names a lost or damaged file before a run continues.
 
 All ranks call `save_checkpoint` and `load_checkpoint` together. Every rank writes its own shards (torch's distributed
 checkpoint), so a run may continue on another number of ranks. No random state is stored: episodes, draws and the order
@@ -59,12 +59,12 @@ class CheckpointError(VerlServerError):
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """The checkpoint of the highest step, or None. `check_checkpoint` says if it is whole."""
+    """Return the checkpoint of the highest step, or None. `check_checkpoint` finds out whether it is whole."""
     return max(_checkpoints(out), key=_step_of, default=None)
 
 
 def check_checkpoint(folder: Path) -> Progress:
-    """Read all files of a checkpoint, and return its progress. Raises BadRequestError if one is lost or damaged."""
+    """Read all files of a checkpoint, and return its progress. Raise BadRequestError if one is lost or damaged."""
     try:
         values = _read_values(folder)
         progress = _progress(values, folder)
@@ -155,11 +155,11 @@ def save_checkpoint(
     loss_scaling: dict[str, Any] | None = None,
     saving: SaveGroup | None = None,
 ) -> Path:
-    """Write a checkpoint to a folder of its own, then remove the older ones. Returns the folder.
+    """Write a checkpoint to a folder of its own, remove the older ones, and return the folder.
 
-    The folder appears when all of it is on the disk. Does nothing if the newest checkpoint is of this step already.
-    Raises CheckpointError on all ranks if a rank cannot write. `loss_scaling`: `LossScaling.state_dict()`.
-    `saving`: the connections to use; by default they are made for this call.
+    The folder appears when all of it is on the disk. Do nothing if the newest checkpoint already is of this step.
+    `loss_scaling` is the result of `LossScaling.state_dict()`. `saving` has the connections to use; by default they are
+    made for this call. Raise CheckpointError on all ranks if a rank cannot write.
     """
     saving = saving or SaveGroup.of_all_ranks()
     folder = out / f"checkpoint-{next_step}"
@@ -197,7 +197,7 @@ def save_checkpoint(
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
     """Restore model and optimizer in place, and return the progress of the run.
 
-    `check_checkpoint` has read all files before. Raises BadRequestError if they cannot be read.
+    `check_checkpoint` has read all files before. Raise BadRequestError if they cannot be read.
     """
     progress = _progress(_read_values(folder), folder)
     state = _state_to_load(policy, optimizer, progress)
@@ -222,7 +222,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _state_to_load(policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
-    """The state dictionaries to fill, in this rank's shards. If the optimizer has no state yet, torch creates it."""
+    """Return the state dictionaries to fill, in this rank's shards. torch creates a missing state of the optimizer."""
     names = {f"language_model.{name}" for name, _ in policy.stored_weights()}
     state: dict[str, Any] = {"model": {n: value for n, value in get_model_state_dict(policy).items() if n in names}}
     if progress.has_optimizer_state:
@@ -231,7 +231,7 @@ def _state_to_load(policy: Policy, optimizer: torch.optim.Optimizer, progress: P
 
 
 def _state_to_save(policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
-    """The same dictionaries from the stored parameters, so that they are right after an error inside a pass, too."""
+    """Return the same dictionaries from the stored parameters, which are also right after an error inside a pass."""
     names: dict[torch.Tensor, str] = {p: f"language_model.{name}" for name, p in policy.stored_weights()}
     model = {name: parameter.detach() for parameter, name in names.items()}
     state: dict[str, Any] = {"model": model}

@@ -238,7 +238,7 @@ class Demo:
         }
 
     def _setup(self) -> dict[str, str]:
-        """Description of the run in the report."""
+        """Return the description of the run for the report."""
         args = self.args
         return {
             "game": f"guess a number from 1 to {args.numbers} in {args.guesses} guesses",
@@ -251,7 +251,7 @@ class Demo:
 
 
 class _Interrupt:
-    """Remembers Ctrl-C until `check`, because Python discards a KeyboardInterrupt that is raised in a finalizer."""
+    """A memory of Ctrl-C until `check`, because Python discards a KeyboardInterrupt that is raised in a finalizer."""
 
     def __enter__(self) -> _Interrupt:
         self._requested = False
@@ -271,7 +271,7 @@ class _Interrupt:
 
 
 def make_policy_folder(folder: Path, seed: int, head_dim: int = 16) -> Path:
-    """Write a Llama model with random weights whose tokens are the words of the game. Returns `folder`."""
+    """Write a Llama model with random weights whose tokens are the words of the game, and return `folder`."""
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(_VOCABULARY)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -281,7 +281,10 @@ def make_policy_folder(folder: Path, seed: int, head_dim: int = 16) -> Path:
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> float:
-    """Share of the episodes with a reward and a sampled token in which the number was found."""
+    """Return the share of the episodes in which the policy found the number.
+
+    Episodes without a reward or without a sampled token are left out.
+    """
     scored = [t for t in trajectories if t.reward is not None and not is_unsampled([t])]
     return sum((t.reward or 0.0) > 0 for t in scored) / max(1, len(scored))
 
@@ -294,7 +297,7 @@ def _labelled(phase: str, trajectories: Sequence[Trajectory]) -> Iterator[dict[s
 def _claimed_folder(args: DemoArgs) -> Claim:
     """Check and lock the output folder, remove the model of an earlier demo, and store the settings.
 
-    Raises BadRequestError if the folder has files that no demo wrote, and that this one would replace.
+    Raise BadRequestError if the folder has files that no demo wrote, and that this one would replace.
     """
     claim = claim_folder(args.out)
     try:
@@ -313,7 +316,7 @@ def _claimed_folder(args: DemoArgs) -> Claim:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo. Returns the exit status: 0 if the policy learned the game (success of 0.9 at least), else 1."""
+    """Run the demo and return the exit status: 0 if the policy learned the game (success of at least 0.9), else 1."""
     import tyro
     from transformers.utils import logging
 

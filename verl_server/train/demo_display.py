@@ -145,13 +145,13 @@ class DemoDisplay:
         return m.env_seconds / max(1e-9, m.env_seconds + m.generate_seconds)
 
     def _log(self, text: str) -> None:
-        """Print one line, which is not wrapped even if the console is narrow."""
+        """Print one line. A narrow console does not wrap it."""
         line = f"[{time.monotonic() - self._started:6.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def dialogue(trajectory: Trajectory) -> Text:
-    """The guesses and answers of an episode on one line."""
+    """Return the guesses and answers of an episode on one line."""
     text = Text("a game  ", style="dim")
     answers = [turn.observation.get("text", "") for turn in trajectory.turns[1:]]
     answers.append((trajectory.final_observation or {}).get("text", ""))

@@ -1,4 +1,4 @@
-"""One dtype: the server that samples and the trainer's passes compute in the same one.
+"""The check that the server, which samples, and the trainer's passes compute in the same dtype.
 
 `run.py` checks the options before it starts anything, and the server when it is up.
 """
@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def passes_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of `--compute-dtype`; "auto" is bfloat16 on CUDA and float32 on the CPU."""
+    """Return the dtype of `--compute-dtype`. "auto" is bfloat16 on CUDA and float32 on the CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
@@ -39,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def served_dtype(server_info: Mapping[str, Any]) -> str | None:
-    """The dtype that a server reports in its `/server_info`, in torch's name; None if it reports none.
+    """Return torch's name of the dtype that a server reports in its `/server_info`, or None if it reports none.
 
     verl-server reports it in `scheduler_info`. SGLang reports its setting, which may be "auto".
     """
@@ -54,9 +54,9 @@ def served_dtype(server_info: Mapping[str, Any]) -> str | None:
 
 
 def check_dtype_options(args: TrainArgs) -> torch.dtype:
-    """The dtype of the passes. Raises WrongOptionsError if the options set another one for the launched server.
+    """Return the dtype of the passes. Raise WrongOptionsError if the options set another one for the launched server.
 
-    A difference that is allowed is logged when the server is up, by rank 0 only.
+    Rank 0 logs a difference that is allowed when the server is up.
     """
     dtype = passes_dtype(args.compute_dtype, torch.device(device_type(args.device)))
     given = args.server_settings.get("dtype")
@@ -71,7 +71,7 @@ def check_dtype_options(args: TrainArgs) -> torch.dtype:
 def check_dtypes(trainer: torch.dtype, server: str | None, where: str, allow: bool) -> None:
     """Raise BadRequestError if the server computes in another dtype than the trainer, unless `allow` is set.
 
-    `where` says which server. A dtype that is not known (None) is logged as not checked.
+    `where` names the server in messages. An unknown dtype (None) is logged as not checked.
     """
     passes = dtype_name(trainer)
     if server is None:

@@ -1,8 +1,8 @@
-"""Errors for log-probabilities, losses and gradients that are not finite, with the place where they come from.
+"""Errors for log-probabilities, losses and gradients that are not finite. The error names where they come from.
 
-`PolicyTrainer` looks for such values before each optimizer step and agrees with the other ranks on what it found. Only
-then it calls a function of this module, on all ranks, and raises the error that the function returns. The text is the
-same on all ranks.
+`PolicyTrainer` looks for such values before each optimizer step, and the ranks agree on what was found. If there are
+any, every rank calls a function of this module, and raises the error that the function returns. The text is the same
+on all ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class NonFiniteError(VerlServerError):
 
 
 def logprobs_error(policy: Policy, batch: MicroBatch, temperature: float) -> NonFiniteError:
-    """The error for log-probabilities that are not finite. It names the first module with such an output.
+    """Return the error for log-probabilities that are not finite. It names the first module with such an output.
 
-    All ranks call it, each with its micro-batch of that pass: the pass runs again, with a hook at each module.
+    All ranks call it, each with its micro-batch of that pass. The pass runs again, with a hook at each module.
     """
     dtype = str(policy.compute_dtype).removeprefix("torch.")
     place = _first_of_ranks(_broken_weight(policy) or _broken_module(policy, batch, temperature))
@@ -42,7 +42,7 @@ def logprobs_error(policy: Policy, batch: MicroBatch, temperature: float) -> Non
 
 
 def loss_error(batches: Sequence[MicroBatch]) -> NonFiniteError:
-    """The error for a loss that is not finite, although the policy's log-probabilities are. All ranks call it."""
+    """Return the error for a loss that is not finite although the log-probabilities are. All ranks call it."""
     fields = ("behaviour_logprobs", "advantages")
     broken = [name for name in fields if not all(_is_finite(getattr(batch, name)) for batch in batches)]
     place = _first_of_ranks(f"The trajectories have {' and '.join(broken)} that are not finite" if broken else None)
@@ -52,7 +52,7 @@ def loss_error(batches: Sequence[MicroBatch]) -> NonFiniteError:
 
 
 def gradients_error(policy: Policy) -> NonFiniteError:
-    """The error for gradients or a norm that are not finite, although the loss is. All ranks call it."""
+    """Return the error for gradients or a norm that are not finite although the loss is. All ranks call it."""
     named = ((name, parameter.grad) for name, parameter in policy.stored_weights())
     broken = next((name for name, gradient in named if gradient is not None and not _is_finite(gradient)), None)
     place = _first_of_ranks(None if broken is None else f"The gradient of {broken} is not finite")
@@ -61,7 +61,7 @@ def gradients_error(policy: Policy) -> NonFiniteError:
 
 
 def _broken_weight(policy: Policy) -> str | None:
-    """The first weight of which this rank's shard is not finite in the dtype of the passes."""
+    """Describe the first weight whose shard on this rank is not finite in the dtype of the passes."""
     for name, weight in policy.stored_weights():
         if not _is_finite(_local(weight).to(policy.compute_dtype)):
             return f"The weight {name} is not finite in that dtype"
@@ -69,7 +69,10 @@ def _broken_weight(policy: Policy) -> str | None:
 
 
 def _broken_module(policy: Policy, batch: MicroBatch, temperature: float) -> str | None:
-    """The first module whose output is not finite in this rank's pass; None if its log-probabilities are finite."""
+    """Describe the first module whose output is not finite in this rank's pass.
+
+    Return None if the log-probabilities of the pass are finite.
+    """
     found: list[str] = []
 
     def look(name: str, inputs: Any, output: Any) -> None:
@@ -95,7 +98,7 @@ def _broken_module(policy: Policy, batch: MicroBatch, temperature: float) -> str
 
 
 def _first_of_ranks(finding: str | None) -> str | None:
-    """The finding of the first rank that has one, with its rank if there are several ranks."""
+    """Return the finding of the first rank that has one, with the number of the rank if there are several ranks."""
     findings: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(findings, finding)
     for rank, text in enumerate(findings):
@@ -105,7 +108,7 @@ def _first_of_ranks(finding: str | None) -> str | None:
 
 
 def _is_finite(value: Any) -> bool:
-    """True if all floating-point tensors in `value` are finite; it may be a module's input or output."""
+    """Return True if all floating-point tensors in `value`, a module's input or output, are finite."""
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(_local(value).isfinite().all())
     if isinstance(value, Mapping):

@@ -47,10 +47,10 @@ logger = logging.getLogger(__name__)
 
 
 def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) -> list[Sample]:
-    """The trajectories that can be trained on. The advantage of each is its reward less the mean of its group.
+    """Return the trajectories to train on. The advantage of each is its reward minus the mean reward of its group.
 
-    An episode of an agent may have several branches. It counts once in its group, and each of its branches gets its
-    advantage; tokens that branches share are in the loss mask of one of them only.
+    An episode of an agent may have several branches. The episode counts once in its group, and each of its branches
+    gets the episode's advantage. Tokens that branches share are in the loss mask of one of them only.
 
     Episodes without a reward (the environment or the server failed) are left out, and so are groups with equal rewards,
     because their advantages are 0. `normalize_std` divides by the standard deviation of the group.
@@ -73,7 +73,7 @@ def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) ->
 def policy_loss(
     logprobs: torch.Tensor, entropy: torch.Tensor | None, batch: MicroBatch, config: GRPOConfig, entropy_coef: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(clipped surrogate loss, summed over the sampled tokens; metric name -> sum over the sampled tokens).
+    """Return the clipped surrogate loss, a scalar, and the sum of each metric, both summed over the sampled tokens.
 
     `logprobs` and `entropy` [n] fp32 are the policy's at the sampled tokens of `batch`.
     """
@@ -104,16 +104,16 @@ class PolicyTrainer:
         self._run_steps = steps
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:
-        """The gap of the server's and the trainer's log-probabilities, over tokens that were sampled under `version`.
+        """Return the gap between the server's and the trainer's log-probabilities of tokens sampled under `version`.
 
         All ranks call it while this model holds that version. It compares the longest trajectories of each rank, as
-        many as fit one forward pass. Returns None if no rank has such a token. Raises NonFiniteError if a
-        log-probability that this model computes is not finite.
+        many as fit one forward pass. Return None if no rank has such a token. Raise NonFiniteError if a log-probability
+        that this model computes is not finite.
         """
         samples = [Sample(t, 0.0) for t in trajectories if t.is_trainable]
         packed = (pack(samples, self.config.micro_batch_tokens) or [[]])[0]
         batch = MicroBatch.of(packed, self.device)
-        # A token that was not drawn from the distribution of this model (forced, masked) belongs into this mask, too.
+        # A token that was not drawn from the distribution of this model (forced, masked) is compared, too.
         comparable = [
             sample.trajectory.weight_versions[position] == version
             for sample in packed
@@ -132,7 +132,7 @@ class PolicyTrainer:
     def update(self, samples: Sequence[Sample], step: int) -> Learned:
         """Train on this rank's samples of a step. All ranks call it, and at least one rank has a sample.
 
-        Raises NonFiniteError or LossScaleError on all ranks, before an optimizer step that would break the weights.
+        Raise NonFiniteError or LossScaleError on all ranks, before an optimizer step that would break the weights.
         """
         config = self.config
         most = int(over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
@@ -161,7 +161,7 @@ class PolicyTrainer:
         )
 
     def _optimizer_step(self, minibatch: Sequence[Sample], entropy_coef: float, step: int) -> Learned:
-        """One optimizer step on the mean loss over the sampled tokens of all ranks.
+        """Take one optimizer step on the mean loss over the sampled tokens of all ranks.
 
         The division into micro-batches does not change the gradient. If float16 gradients overflow on any rank, all
         ranks skip the optimizer step.
@@ -213,7 +213,7 @@ class PolicyTrainer:
 
 
 def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> list[Task]:
-    """The tasks of a step's groups first_group to first_group + groups - 1.
+    """Return the tasks of `groups` groups of a step, from `first_group` on.
 
     Seeds are below 2**30 and a function of (config.seed, step, group).
     """
@@ -239,7 +239,7 @@ class GRPO:
         stop: StopRequest | None = None,
         alarm: GapAlarm | None = None,
     ) -> None:
-        """`stop`: a request to stop, which interrupts rollouts. `alarm` judges the gap of log-probabilities."""
+        """`stop` is a request to stop, which interrupts rollouts. `alarm` judges the gap of log-probabilities."""
         self.trainer = trainer
         self.engine = engine
         self.loop = loop
@@ -258,9 +258,10 @@ class GRPO:
     def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
         """Roll out with the current weights, train on the episodes, and push the new weights.
 
-        If no rank has an episode to train on, weights and version stay, and `metrics.skipped` is the reason. They stay,
-        too, if all optimizer steps were skipped (`metrics.skipped_optimizer_steps`). Raises LogprobGapError before it
-        trains, if the alarm says so, and NonFiniteError before an optimizer step that would break the weights.
+        If no rank has an episode to train on, weights and version stay, and `metrics.skipped` is the reason. They also
+        stay if all optimizer steps were skipped (`metrics.skipped_optimizer_steps`). Raise LogprobGapError before
+        training, if the alarm finds the gap too large, and NonFiniteError before an optimizer step that would break the
+        weights.
         """
         step, version = self.next_step, str(self.version)
         rollout, samples, report = self._roll_out(on_finish)
@@ -287,9 +288,9 @@ class GRPO:
         return Step(metrics, rollout, report.failures)
 
     def progress(self) -> Progressing:
-        """Return the progress of this rank, after an error inside of a step, too.
+        """Return the progress of this rank, also after an error inside a step.
 
-        A step some of whose optimizer steps were applied counts as trained, because its version has other weights now.
+        A step counts as trained once one of its optimizer steps was applied, because the weights have changed.
         """
         trained = -1 if self.trainer.steps.last_step is None else self.trainer.steps.last_step
         return Progressing(max(self.next_step, trained + 1), max(self.version, trained + 1))
@@ -316,7 +317,7 @@ class GRPO:
             self.engine.heal(named_weights(), version=version)
 
     def _roll_out(self, on_finish: Callable[[Trajectory], None] | None) -> tuple[Rollout, list[Sample], RolloutReport]:
-        """(this rank's episodes, its samples to train on, the report over all ranks).
+        """Return (this rank's episodes, its samples to train on, the report over all ranks).
 
         All ranks exchange their reports here. If the rollout of one rank fails, its error is raised on all ranks.
         """

@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 def token_logprobs(
     hidden: Tensor, head: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk: int = 2048, entropy: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of each target under softmax(hidden @ head.T / temperature), and the entropy of each row.
+    """Return the log-probability of each target under softmax(hidden @ head.T / temperature), and each row's entropy.
 
     hidden [n, width] and head [vocabulary, width] have one dtype, in which the products are computed; targets [n] are
-    token ids. Returns two differentiable fp32 tensors [n]; the second one is None without `entropy`. The softmax is
-    computed in fp32. Gradients of `head` are summed over the chunks in fp32.
+    token ids. Both results are differentiable fp32 tensors [n]; the second one is None without `entropy`. The softmax
+    is computed in fp32. Gradients of `head` are summed over the chunks in fp32.
     """
     logprobs, entropies = _ChunkedLogprobs.apply(hidden, head, targets, temperature, chunk, entropy)  # type: ignore[no-untyped-call]
     return logprobs, entropies
@@ -47,7 +47,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """With p = softmax(z / T): d logprob / dz = (one-hot - p) / T and d entropy / dz = -p (log p + entropy) / T."""
+        # With p = softmax(z / T): d logprob / dz = (one-hot - p) / T and d entropy / dz = -p (log p + entropy) / T.
         hidden, head, targets, entropy = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
@@ -76,7 +76,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _log_softmax(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    """log_softmax(hidden @ head.T / temperature), [rows, vocabulary] in fp32."""
+    """Return log_softmax(hidden @ head.T / temperature), [rows, vocabulary] fp32."""
     logits = hidden @ head.T
     if temperature != 1.0:
         logits = logits.float().div_(temperature)

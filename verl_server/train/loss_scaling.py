@@ -1,4 +1,4 @@
-"""`LossScaling`: in float16, gradients are computed of a multiple of the loss, so that small ones do not round to 0.
+"""`LossScaling`: compute float16 gradients of a multiple of the loss, so that small gradients do not round to 0.
 
 `PolicyTrainer` calls `backward` for each micro-batch, `unscale` before it clips the gradients, and then either `update`
 together with the optimizer step, or `lower` in its place. torch's `GradScaler` holds the scale. Without scaling (any
@@ -28,7 +28,7 @@ class LossScaleError(VerlServerError):
 
 class LossScaling:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype`: that of the passes. The loss is scaled if it is float16."""
+        """`dtype` is the dtype of the passes. If it is float16, the loss is scaled."""
         self.is_enabled = dtype == torch.float16
         self._scaler = torch.amp.GradScaler(device.type, growth_interval=_GROWTH_INTERVAL, enabled=self.is_enabled)
         self._state: dict[str, Any] = self._scaler.state_dict()
@@ -40,9 +40,9 @@ class LossScaling:
         return float(self._state["scale"]) if self.is_enabled else None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The state for a checkpoint; None without scaling.
+        """Return the state for a checkpoint, or None without scaling.
 
-        It is held on the host, because the thread that saves a failed run must not wait for the device.
+        The state is on the host, because the thread that saves a failed run must not wait for the device.
         """
         return dict(self._state) if self.is_enabled else None
 
@@ -57,21 +57,21 @@ class LossScaling:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale. All ranks note the same: is a gradient of any rank not finite?"""
+        """Divide the gradients by the scale. All ranks learn whether a gradient of any rank is not finite."""
         self._scaler.unscale_(optimizer)
 
     def update(self) -> None:
-        """Adapt the scale after `unscale`, in an optimizer step that is taken."""
+        """Adapt the scale. Call it after `unscale`, in an optimizer step that is taken."""
         if self.is_enabled:
             self._scaler.update()
             self._state = self._scaler.state_dict()
             self._skipped_in_a_row = 0
 
     def lower(self) -> bool:
-        """Lower the scale after `unscale`, because gradients are not finite and the optimizer step is skipped.
+        """Lower the scale. Call it after `unscale` if gradients are not finite, and skip the optimizer step.
 
-        Returns False if the scale is not the cause: without scaling, or if only the norm of the gradients is not
-        finite. Raises LossScaleError if several steps in a row were skipped and the scale is below 1.
+        Return False if the scale is not the cause: without scaling, or if only the norm of the gradients is not finite.
+        Raise LossScaleError if several steps in a row were skipped and the scale is below 1.
         """
         if not self.is_enabled:
             return False

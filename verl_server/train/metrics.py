@@ -71,14 +71,14 @@ class RolloutReport(msgspec.Struct, kw_only=True):
         return self.reward / self.scored if self.scored else None
 
     def describe_unsampled(self) -> str:
-        """The number of unsampled episodes, with the likely causes and the remedies."""
+        """Return a text about the number of unsampled episodes, their likely causes and the remedies."""
         causes = [remedy(too_long=True, agent=self.by_agent)] if self.too_long else []
         if self.unsampled > self.too_long:
             causes.append(remedy(too_long=False, agent=self.by_agent))
         return f"in {self.unsampled} of {self.episodes} episodes the policy sampled no token. {'. '.join(causes)}"
 
     def obstacle(self) -> str | None:
-        """The reason why there is nothing to train on, with the errors and their counts; None if there is something."""
+        """Return the reason why there is nothing to train on, with the counts of errors; None if there is something."""
         if self.kept:
             return None
         failed = f"{len(self.failures)} of {self.episodes} episodes failed: {count_errors(self.failures)}"
@@ -111,7 +111,7 @@ def report_rollout(
     server_url: str,
     by_agent: bool = False,
 ) -> RolloutReport:
-    """The report of this rank's episodes. `kept` is the number of episodes that the step learns from.
+    """Return the report of this rank's episodes. `kept` is the number of episodes that the step learns from.
 
     The branches of an agent's episode count as one episode. An error of an episode with a reward is no failure: a
     limit of its session may have ended the agent with an exception.
@@ -156,7 +156,7 @@ def report_rollout(
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """The sums of the reports over the ranks."""
+    """Return the sums of the ranks' reports."""
     reasons: Counter[str] = Counter()
     for report in reports:
         reasons.update(report.stop_reasons)
@@ -266,7 +266,7 @@ class StepMetrics:
 def describe_rollout(
     report: RolloutReport, *, step: int, version: str, ranks: int, gap: LogprobGap | None
 ) -> StepMetrics:
-    """The metrics of a step after its rollout; the fields about training are not set."""
+    """Return the metrics of a step after its rollout. The fields about training are not set."""
     episodes = max(1, report.episodes)
     return StepMetrics(
         step=step,
@@ -294,7 +294,7 @@ def describe_rollout(
 
 
 def count_errors(failures: Sequence[Failure], most: int = 3) -> str:
-    """The `most` most frequent errors: "12 x <error>; 3 x ...". The URL is added if the error does not name it."""
+    """Return the `most` most frequent errors as "12 x <error>; 3 x ...", with the URL if an error does not name it."""
     counts = Counter(_with_url(failure) for failure in failures).most_common()
     shown = "; ".join(f"{count} x {error.rstrip('.')}" for error, count in counts[:most])
     more = len(counts) - most
@@ -302,7 +302,7 @@ def count_errors(failures: Sequence[Failure], most: int = 3) -> str:
 
 
 def describe_step(metrics: StepMetrics) -> str:
-    """A line of text for the log."""
+    """Return a line of text for the log."""
     reward = math.nan if metrics.reward is None else metrics.reward
     gap = "none" if metrics.logprob_gap is None else f"{metrics.logprob_gap_mean:.1e} max {metrics.logprob_gap:.1e}"
     line = (

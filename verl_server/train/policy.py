@@ -31,7 +31,7 @@ class Policy(nn.Module):
     def __init__(
         self, language_model: Any, logprob_chunk: int = 2048, compute_dtype: torch.dtype = torch.float32
     ) -> None:
-        """`logprob_chunk`: number of tokens whose logits are in memory at one time. `compute_dtype`: that of passes."""
+        """`logprob_chunk` is the number of tokens whose logits are in memory at one time."""
         super().__init__()
         _check_head(language_model)
         self.language_model = language_model
@@ -42,7 +42,7 @@ class Policy(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, temperature: float, entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """(log-probability of each token at `positions` given the tokens before it, entropy of its distribution).
+        """Return (log-probability of each token at `positions` given the tokens before it, entropy there).
 
         tokens [rows, length] int64 are padded on the right: attention is causal, so no token attends to the padding
         behind it. positions [n] int64 index the flattened tokens; none is the first token of its row. Both results are
@@ -55,14 +55,14 @@ class Policy(nn.Module):
         return token_logprobs(before, head, targets, temperature=temperature, chunk=self.logprob_chunk, entropy=entropy)
 
     def named_weights(self) -> list[tuple[str, Tensor]]:
-        """[(Hugging Face name, parameter)]. Sharded parameters are this rank's DTensors."""
+        """Return [(Hugging Face name, parameter)]. Sharded parameters are this rank's DTensors."""
         return list(self.language_model.named_parameters())
 
     def stored_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """[(Hugging Face name, fp32 parameter that the optimizer updates)], tied parameters once.
+        """Return [(Hugging Face name, fp32 parameter that the optimizer updates)], tied parameters once.
 
-        They are the same objects at all times. `named_weights` may have gathered, temporary ones after an error inside
-        a pass.
+        The parameters are the same objects at all times. After an error inside a pass, `named_weights` may return
+        gathered, temporary ones.
         """
         return self._stored or list(self.language_model.named_parameters())
 
@@ -125,17 +125,17 @@ def save_policy(policy: Policy, folder: Path, tokenizer: Any, saving: SaveGroup 
 
 
 def _name_dtype(config: Path) -> None:
-    """Name fp32 in config.json. transformers names the dtype of the parameters of the moment: bf16 inside a pass."""
+    """Set the dtype in config.json to fp32. transformers writes the current dtype of the parameters: bf16 in a pass."""
     values = json.loads(config.read_text())
     values.pop("torch_dtype", None)
     config.write_text(json.dumps(values | {"dtype": "float32"}, indent=2, sort_keys=True) + "\n")
 
 
 def full_weights(policy: Policy, saving: SaveGroup) -> dict[str, Tensor]:
-    """The fp32 weights in full, on the CPU, on rank 0; {} on the other ranks. All ranks call it.
+    """Return the full fp32 weights, on the CPU, on rank 0, and {} on the other ranks. All ranks call it.
 
-    Shards pass from rank to rank in main memory, so it works while the GPUs have no memory left, and after an error in
-    a collective of the training.
+    Shards pass from rank to rank in main memory, so that this works while the GPUs have no memory left, and after an
+    error in a collective of the training.
     """
     state = {}
     for name, parameter in policy.stored_weights():
@@ -146,7 +146,7 @@ def full_weights(policy: Policy, saving: SaveGroup) -> dict[str, Tensor]:
 
 
 def _full(name: str, tensor: Tensor, saving: SaveGroup) -> Tensor | None:
-    """The full tensor on rank 0, from the shards of all ranks (None elsewhere)."""
+    """Return the full tensor on rank 0, from the shards of all ranks, and None elsewhere."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local = local.cpu()
     if saving.ranks.size == 1 or not isinstance(tensor, DTensor):

@@ -21,14 +21,14 @@ SAVE_TIMEOUT = 600.0
 
 
 def device_type(device: Literal["auto", "cpu", "cuda"]) -> str:
-    """The type of the ranks' devices. "auto" is CUDA if there is a GPU."""
+    """Return the type of the ranks' devices. "auto" is CUDA if there is a GPU."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TIMEOUT) -> torch.device:
-    """Join torchrun's process group, or make one of a single rank. Returns this rank's device.
+    """Join torchrun's process group, or make one of a single rank, and return this rank's device.
 
-    `timeout`: seconds that one rank waits for another in a collective.
+    `timeout` bounds the wait of one rank for another in a collective, in seconds.
     """
     kind = device_type(device)
     if not dist.is_initialized():
@@ -46,27 +46,31 @@ def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TI
 
 
 def all_ranks(timeout: float = RANK_TIMEOUT) -> RankGroup:
-    """The group of all trainer ranks for collective calls. An error of one rank is raised on all ranks."""
+    """Return the group of all trainer ranks for collective calls. An error of one rank is raised on all ranks.
+
+    `timeout` bounds the wait of one rank for another, in seconds.
+    """
     return RankGroup(list(range(dist.get_world_size())), timeout, timeout)
 
 
 @dataclass
 class SaveGroup:
-    """The connections through which the ranks save.
+    """The connections through which the ranks save. They are on the CPU, and every wait has a bound.
 
-    No other code uses them, so a collective that failed elsewhere cannot mix in.
-
-    All of them are on the CPU, and every wait has a bound.
+    No other code uses them, so that a collective that failed elsewhere cannot mix in.
     """
 
     ranks: RankGroup
-    """For errors and for what the first rank does."""
+    """The group for errors and for work of the first rank."""
     process_group: dist.ProcessGroup
-    """For shards."""
+    """The process group for shards."""
 
     @classmethod
     def of_all_ranks(cls, timeout: float = SAVE_TIMEOUT) -> SaveGroup:
-        """Make one for all ranks. Every rank calls it. `timeout`: seconds that one rank waits for another."""
+        """Return the connections of all ranks. Every rank calls it.
+
+        `timeout` bounds the wait of one rank for another, in seconds.
+        """
         if dist.get_world_size() == 1:
             world = dist.group.WORLD
             assert world is not None
@@ -98,13 +102,13 @@ def _cpu_mesh() -> DeviceMesh:
 
 
 def over_ranks(value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    """The CPU tensor `value` reduced over the ranks by `op`, as a new tensor."""
+    """Return the CPU tensor `value`, reduced over the ranks by `op`, as a new tensor."""
     value = value.clone()
     dist.all_reduce(value, op)
     return value
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """The full tensor of a DTensor; another tensor is returned as it is."""
+    """Return the full tensor of a DTensor. Return another tensor as it is."""
     full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full

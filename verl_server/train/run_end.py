@@ -1,12 +1,12 @@
 """`RunEnd`: whatever ends a training run, all ranks learn it, agree on one state of the weights, and save it.
 
 `run.py` makes one for each run. If the run ends with an error on one rank, the others may wait for that rank in a
-collective, which nothing can interrupt. So each rank has a watch thread. It learns through torch's store that a rank
-has failed, and if its main thread does not arrive within `_GRACE` seconds, it saves in place of the main thread, and
-then ends the process. Saving needs the stored weights and connections of its own only (`SaveGroup`).
+collective, which nothing can interrupt. So each rank has a watch thread. The watch thread learns through torch's store
+that a rank has failed. If the main thread does not arrive within `_GRACE` seconds, the watch thread saves in its place
+and ends the process. Saving needs the stored weights and connections of its own only (`SaveGroup`).
 
-Optimizer steps go through `StepCounter`. A rank that is behind by a step completes it, because that needs no other
-rank. If a rank is gone, or an optimizer step failed halfway, nothing is saved: the last checkpoint stays.
+Optimizer steps go through `StepCounter`. A rank that is one step behind completes the step, which needs no other rank.
+If a rank is gone, or an optimizer step failed halfway, nothing is saved, and the last checkpoint stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from verl_server.train.stopping import RunStoppedError, StopRequest
 logger = logging.getLogger(__name__)
 
 _POLL = 0.2
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 _GRACE = 2.0
 """Seconds that the main thread has to arrive after another rank failed."""
 _ROLLOUT_GRACE = 15.0
@@ -51,7 +51,7 @@ class RunEndedError(VerlServerError):
 
 
 class StepCounter:
-    """Counts the optimizer steps of this rank, and lets another thread hold the main thread before the next one."""
+    """Counter of the optimizer steps of this rank. Another thread can stop the main thread before the next step."""
 
     def __init__(self) -> None:
         self.applied = 0
@@ -67,7 +67,7 @@ class StepCounter:
 
     @contextlib.contextmanager
     def step(self, training_step: int) -> Iterator[None]:
-        """The block is one optimizer step. Waits while `hold` forbids it."""
+        """Count the block as one optimizer step. Wait while `hold` forbids it."""
         with self._changed:
             self._changed.wait_for(lambda: self._limit is None or self.applied < self._limit)
             self.is_torn = True
@@ -81,13 +81,13 @@ class StepCounter:
             self._changed.notify_all()
 
     def hold(self) -> int:
-        """Permit no further step. Returns the number of complete ones."""
+        """Permit no further step, and return the number of complete ones."""
         with self._changed:
             self._limit = self.applied
             return self.applied
 
     def complete(self, count: int, timeout: float) -> None:
-        """Permit steps up to `count` of them, and wait for them."""
+        """Permit steps until `count` are complete, and wait for them for at most `timeout` seconds."""
         with self._changed:
             self._limit = count
             self._changed.notify_all()
@@ -141,13 +141,13 @@ class _Verdict:
 
 @dataclass
 class RunState:
-    """The parts of a run that its end needs."""
+    """What the end of a run needs to know of the run."""
 
     steps: StepCounter
     progress: Callable[[], Progressing]
-    """Called when this rank's optimizer steps are complete."""
+    """Return the progress of this rank. It is called when this rank's optimizer steps are complete."""
     save: Callable[[Progressing], None]
-    """Writes checkpoint and model through the `SaveGroup` of this `RunEnd`. All ranks call it."""
+    """Write checkpoint and model through the `SaveGroup` of this `RunEnd`. All ranks call it."""
     where: str
     """The folder that `save` writes, for messages."""
 
@@ -156,13 +156,13 @@ class RunEnd:
     """The end of a run on one rank. Use it as a context manager around the steps."""
 
     def __init__(self, stop: StopRequest, saving: SaveGroup, device: torch.device) -> None:
-        """Every rank makes one. `saving` belongs to it alone."""
+        """Every rank makes a RunEnd. No other code uses `saving`."""
         self._stop, self._saving, self._device = stop, saving, device
         self._state: RunState | None = None
         self._lock = threading.Lock()
         self._has_begun = False
         self._finished = threading.Event()
-        # A client of its own: the main thread may wait for long in the other one.
+        # The watch thread has a client of its own, because the main thread may wait for long in the other one.
         store: Any = dist.distributed_c10d._get_default_store() if saving.ranks.size > 1 else None
         self._store = None if store is None else store.clone()
         self._thread = threading.Thread(target=self._watch, name="verl-run-end", daemon=True)
@@ -176,7 +176,7 @@ class RunEnd:
         self._thread.join()
 
     def protect(self, state: RunState) -> None:
-        """From now on the run has a result: whatever ends it, `state` is saved."""
+        """Save `state` from now on, whatever ends the run."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the initial weights are written
         self._state = state
@@ -184,8 +184,8 @@ class RunEnd:
     def finish(self, error: BaseException | None = None) -> None:
         """Save the run, which ended with `error` on this rank (None: it is complete).
 
-        Returns if the run is complete on all ranks and saved. Else it raises `error` if that was the first one of all
-        ranks, and RunEndedError otherwise. A note of the error says what was saved.
+        Return if the run is complete on all ranks and saved. Otherwise raise `error` if it was the first error of all
+        ranks, else RunEndedError. A note of the error says what was saved.
         """
         if not self._begin():
             threading.Event().wait()  # the watch thread saves, and ends the process
@@ -200,7 +200,7 @@ class RunEnd:
     # -- one rank's part of the end -----------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """True for the first thread that calls it."""
+        """Return True to the first thread that calls it."""
         with self._lock:
             first, self._has_begun = not self._has_begun, True
             return first
@@ -248,7 +248,7 @@ class RunEnd:
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """On CUDA, copies in a stream that does not wait for collectives in which another rank is missing."""
+        """On CUDA, copy in a stream that does not wait for collectives in which another rank is missing."""
         if self._device.type != "cuda":
             yield
             return
@@ -280,7 +280,7 @@ class RunEnd:
                 return
 
     def _end_for_main(self, error: BaseException | None) -> None:
-        """Do the part of the main thread, which waits for something that may never come, and end the process."""
+        """End the run in place of the main thread, which may wait forever, and end the process."""
         status = 1
         try:
             verdict = self._end(error)
@@ -308,7 +308,7 @@ class RunEnd:
 
 
 def exit_status(error: BaseException) -> int:
-    """The exit status of a run that ended with `error`: 130 for KeyboardInterrupt, else what the error says, or 1."""
+    """Return the exit status of a run that ended with `error`: 130 for KeyboardInterrupt, else its own, or 1."""
     return 130 if isinstance(error, KeyboardInterrupt) else int(getattr(error, "exit_status", 1))
 
 

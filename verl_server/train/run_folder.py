@@ -40,7 +40,7 @@ _KEPT_TRAJECTORIES = 4
 
 class RunFolder:
     def __init__(self, path: Path, settings: Callable[[], dict[str, Any]] | None = None) -> None:
-        """`settings` returns what run.json stores, and what is compared in a resumed run. None: nothing is."""
+        """`settings` returns the settings that run.json stores and a resumed run compares; None stores none."""
         self.path = path
         self._settings = settings
         self._run_file = path / "run.json"
@@ -48,9 +48,9 @@ class RunFolder:
         self._claim: Claim | None = None
 
     def open(self, resume: bool) -> str | None:
-        """Check and lock the folder before anything starts. Returns the checkpoint to continue from, or None.
+        """Check and lock the folder before anything starts, and return the checkpoint to continue from, or None.
 
-        Rank 0 calls it. Raises BadRequestError as `start` and `resume` do, and if another process trains there now.
+        Rank 0 calls it. Raise BadRequestError as `start` and `resume` do, and if another process trains there now.
         """
         self._claim = claim_folder(self.path)
         try:
@@ -76,7 +76,7 @@ class RunFolder:
             self._claim.release()
 
     def start(self) -> None:
-        """Create the folder. Raises BadRequestError if it already contains a run."""
+        """Create the folder. Raise BadRequestError if it already contains a run."""
         found = recorded(self.path, also=("model",))
         if self._has_no_step(found):
             found, self._replaces = [], True
@@ -91,16 +91,16 @@ class RunFolder:
         flush(self.path.parent)
 
     def _has_no_step(self, found: Sequence[str]) -> bool:
-        """True if an earlier run ended before its first step: it saved the initial weights, and trained nothing."""
+        """Return True if an earlier run ended before its first step, with the initial weights saved."""
         if "checkpoint-0" not in found or not set(found) <= {"checkpoint-0", "model"} or not self._run_file.exists():
             return False
         return bool(stored_settings(self._run_file).get("command") == "train.grpo")
 
     def resume(self) -> Path:
-        """The checkpoint to continue from. Raises BadRequestError if there is none, or if a file is damaged, or if the
-        run has other settings.
+        """Prepare the folder for a run that continues, and return the checkpoint to continue from.
 
-        Lines of later steps are removed from the jsonl files, because these steps run again.
+        Lines of later steps are removed from the jsonl files, because these steps run again. Raise BadRequestError if
+        there is no checkpoint, if a file is damaged, or if the run has other settings.
         """
         checkpoint = latest_checkpoint(self.path)
         if checkpoint is None:
@@ -142,7 +142,7 @@ class RunFolder:
             append_jsonl(self.path / "errors.jsonl", failures)
 
     def record_untrained(self, step: int, rank: int, trajectories: Sequence[Trajectory]) -> None:
-        """Append all episodes of a rank that ended in a step which the run does not complete. Every rank calls it."""
+        """Append the episodes of a rank that ended in a step which the run does not complete. Every rank calls it."""
         if trajectories:
             self.path.mkdir(parents=True, exist_ok=True)  # a rank of another machine may have a folder of its own
             append_jsonl(self.path / f"untrained-rank{rank}.jsonl", _labelled(step, trajectories))
@@ -159,9 +159,9 @@ def _labelled(step: int, trajectories: Sequence[Trajectory]) -> list[dict[str, A
 
 
 def _lines_before(file: Path, step: int) -> list[tuple[int, bytes]]:
-    """(step, line) of the lines before `step`. A last line that was cut off is left out.
+    """Return (step, line) of the lines before `step`. A last line that was cut off is left out.
 
-    Raises BadRequestError for any other line that is damaged.
+    Raise BadRequestError for any other line that is damaged.
     """
     if not file.exists():
         return []

@@ -62,9 +62,9 @@ MAY_DIFFER = {
 
 
 def run_settings(args: TrainArgs) -> dict[str, Any]:
-    """The settings that a run stores: without keys, with absolute paths, and with a digest of the tasks' file.
+    """Return the settings that a run stores: without keys, with absolute paths, and with a digest of the tasks' file.
 
-    Raises BadRequestError if the file of the tasks cannot be read.
+    Raise BadRequestError if the file of the tasks cannot be read.
     """
     settings = settings_of("train.grpo", args, without=("out", "resume", *(f"server.{key}" for key in _KEYS)))
     for name in ("model_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):

@@ -1,4 +1,4 @@
-"""`SkippedSteps`: ends a run after several steps in a row with nothing to train on.
+"""`SkippedSteps`: end a run after several steps in a row with nothing to train on.
 
 The training loop calls `note` after each step. All ranks have the same metrics, so all of them decide alike.
 """
@@ -22,14 +22,14 @@ class NothingToTrainError(VerlServerError):
 
 class SkippedSteps:
     def __init__(self, most: int, pause: float) -> None:
-        """`most`: number of skipped steps in a row that ends the run. `pause`: seconds to wait after a skipped step
-        with failed episodes, doubled for each further skipped step in a row."""
+        """`most` skipped steps in a row end the run. `pause` is the time to wait after a skipped step with failed
+        episodes, in seconds; it doubles with each further skipped step in a row."""
         self._most = most
         self._pause = pause
         self._in_a_row = 0
 
     def note(self, metrics: StepMetrics) -> None:
-        """Count a step that was skipped: wait, or raise `NothingToTrainError`. Any other step resets the count."""
+        """Count a skipped step, then wait or raise NothingToTrainError. Any other step resets the count."""
         if metrics.skipped is None:
             self._in_a_row = 0
             return

@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunStoppedError(VerlServerError):
-    """A signal asked the run to stop."""
+    """The run was stopped by a signal."""
 
     def __init__(self, message: str, signal_number: int = signal.SIGTERM) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class StopRequest:
     def installed(self) -> Iterator[StopRequest]:
         """Handle the signals during the block. A signal that the process ignores (nohup) stays ignored.
 
-        Outside of the main thread, where Python permits no handlers, nothing is handled.
+        Handle nothing outside of the main thread, where Python permits no handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -60,7 +60,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block that a stop may interrupt anywhere: a rollout, a pause. It then raises RunStoppedError."""
+        """Let a stop interrupt the block anywhere: a rollout, a pause. The block then raises RunStoppedError."""
         self.check()
         self._is_interruptible = True
         try:
@@ -87,7 +87,7 @@ class StopRequest:
         return RunStoppedError(f"The run was stopped by {number.name}.", number)
 
     def forward(self, number: int) -> None:
-        """Another rank was asked to stop: interrupt this rank's rollout, too. Any thread may call it."""
+        """Stop this rank because another rank was asked to stop. Any thread may call it."""
         if self.signal_number is None:
             self._is_forwarded = True
             signal.pthread_kill(threading.main_thread().ident or 0, number)  # also wakes an event loop
