@@ -1,4 +1,4 @@
-"""`AgentLoop`: plays many episodes at once, each at its own pace.
+"""`AgentLoop`: play many episodes at once, each at its own pace.
 
 Trainers and `verl-server rollout` call it. Every episode has an environment of its own, and sends its next turn to the
 engine as soon as that environment has answered. The server batches the turns that are due, and a slow environment
@@ -47,7 +47,7 @@ class Rollout(msgspec.Struct, kw_only=True):
 
 
 class AgentLoop:
-    """Plays tasks with a policy (an engine or a server's URL) against environments (a server's URL).
+    """A player of tasks, with a policy (an engine or a server's URL) against environments (a server's URL).
 
     Use it as a context manager. `run` and `run_lockstep` are synchronous, and share one event loop whose connections
     stay open between runs. Code that runs in an event loop awaits `arun` instead.
@@ -99,7 +99,7 @@ class AgentLoop:
     def run(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
         """Play all tasks. `on_finish` is called with each trajectory when it ends.
 
-        A fault ends its own trajectory only. Raises ServerUnavailableError if every trajectory failed to generate.
+        A fault ends its own trajectory only. Raise ServerUnavailableError if every trajectory failed to generate.
         """
         refuse_running_loop("AgentLoop.run", "Use `await loop.arun(tasks)`.")
         return self._runner.run(self.arun(tasks, on_finish))
@@ -114,7 +114,7 @@ class AgentLoop:
         return self._runner.run(work)
 
     async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
-        """`run`, awaited in the caller's event loop."""
+        """Play all tasks as `run` does, in the caller's event loop."""
         clock = _new_clock()
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
@@ -177,7 +177,7 @@ class AgentLoop:
             on_finish(trajectory)
 
     def _checked(self, rollout: Rollout) -> Rollout:
-        """`rollout` itself. Raises if every trajectory failed to generate: then the server is at fault."""
+        """Return `rollout`. Raise ServerUnavailableError, for the server is at fault, if every generation failed."""
         failed = [t for t in rollout.trajectories if t.stop_reason is StopReason.GENERATION_ERROR]
         if failed and len(failed) == len(rollout.trajectories):
             raise ServerUnavailableError(f"No generation succeeded. The last error: {failed[-1].error}")
@@ -201,7 +201,7 @@ class AgentLoop:
 
 
 def _sequence_capacity(scheduler_info: SchedulerInfo) -> int:
-    """Tokens of the longest sequence that the context length and the whole KV cache allow."""
+    """Return the tokens of the longest sequence that the context length and the whole KV cache allow."""
     context_length = int(scheduler_info["context_length"])
     longest_input = scheduler_info.get("max_req_input_len")
     if longest_input is None:

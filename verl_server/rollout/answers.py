@@ -17,7 +17,7 @@ _PROMPT_END = 64
 
 
 class AnswerReader:
-    """Reads token ids as the text of an answer."""
+    """A reader of token ids as the text of an answer."""
 
     def __init__(
         self,
@@ -25,10 +25,10 @@ class AnswerReader:
         template: str | Mapping[str, str] | None,
         reasoning_parser: str | None,
     ) -> None:
-        """`template` is the chat template, or several by name; the one with the name "default" counts.
+        """`template` is the chat template, or several by name, of which "default" is used.
 
         `reasoning_parser` is a value of the server's setting: None detects the format of the reasoning in the template,
-        "none" leaves the reasoning in the answer. Raises BadRequestError for an unknown name.
+        "none" leaves the reasoning in the answer. Raise BadRequestError for an unknown name.
         """
         source = template.get("default") if isinstance(template, Mapping) else template
         self._format = OutputFormat.of(source, reasoning_parser=reasoning_parser)
@@ -40,7 +40,7 @@ class AnswerReader:
     def read(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> str | None:
         """Return the answer, without special tokens; None if the tokens end inside the reasoning.
 
-        `prompt_ids` are the tokens before. The prompt may begin the reasoning, or end it.
+        `prompt_ids` are the tokens before the answer. The prompt may begin the reasoning, or end it.
         """
         # Some tokenizers have the tags as special tokens, which the parser must see.
         text = self._decoded([id for id in token_ids if id not in self._left_out])

@@ -57,7 +57,7 @@ def dot(x: float, y: float, fill: str, radius: float = 3, title: str = "") -> st
 
 
 def ticks(top: float, count: int = 4) -> list[float]:
-    """Round numbers from 0 to `top` or a little more, about `count` steps."""
+    """Return round numbers from 0 to `top` or a little more, in about `count` steps."""
     if top <= 0:
         return [0.0, 1.0]
     raw = top / count
@@ -69,7 +69,7 @@ def ticks(top: float, count: int = 4) -> list[float]:
 def learning_curve(
     success: Sequence[float], reward: Sequence[float], baseline: float, before: float, after: float
 ) -> str:
-    """Success and reward over training steps. A dashed line shows the best policy without feedback."""
+    """Draw success and reward over training steps. A dashed line shows the best policy without feedback."""
     width, height, left, right, top, bottom = 1060.0, 320.0, 44.0, 130.0, 16.0, 38.0
     span = max(1, len(success) - 1)
 
@@ -105,7 +105,7 @@ def learning_curve(
 def timeline(
     panels: Sequence[tuple[str, Sequence[Trajectory], float]], marks: Sequence[tuple[float, str]], rows: int = 44
 ) -> str:
-    """Trajectories as rows of bars over one time axis, with a panel for each (title, trajectories, seconds)."""
+    """Draw trajectories as rows of bars over one time axis, with a panel for each (title, trajectories, seconds)."""
     width, left, right, row, gap, head = 1060.0, 8.0, 8.0, 4.6, 1.4, 30.0
     longest = max(seconds for _, _, seconds in panels)
     scale = (width - left - right) / (longest * 1.02)
@@ -150,7 +150,7 @@ def _rows(
 
 
 def _spread(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """`count` of the trajectories, evenly spaced in the order of their time in the environment."""
+    """Return `count` of the trajectories, evenly spaced in the order of their time in the environment."""
     ordered = sorted(trajectories, key=lambda t: t.seconds("env"))
     if len(ordered) <= count:
         return ordered
@@ -158,7 +158,7 @@ def _spread(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
 
 
 def push_latency(milliseconds: Sequence[float], median: float) -> str:
-    """Latency of the weight pushes, one dot each."""
+    """Draw the latency of the weight pushes, one dot each."""
     width, height, left, right, top, bottom = 520.0, 200.0, 44.0, 12.0, 24.0, 36.0
     marks = ticks(max(milliseconds))
     highest = marks[-1]
@@ -181,7 +181,7 @@ def push_latency(milliseconds: Sequence[float], median: float) -> str:
 
 
 def logprob_gap(gaps: Sequence[float], limit: float) -> str:
-    """Log-probability gap after each push on a logarithmic scale, with its limit as a line."""
+    """Draw the log-probability gap after each push on a logarithmic scale, with its limit as a line."""
     width, height, left, right, top, bottom = 520.0, 200.0, 44.0, 12.0, 24.0, 36.0
     low, high = -8.0, math.log10(limit) + 0.5
 
@@ -205,7 +205,7 @@ def logprob_gap(gaps: Sequence[float], limit: float) -> str:
 
 
 def share_bar(parts: Sequence[tuple[str, float, str]]) -> str:
-    """One bar, divided in proportion to the seconds of each (name, seconds, color)."""
+    """Draw one bar, divided in proportion to the seconds of each (name, seconds, color)."""
     width, total = 1060.0, sum(seconds for _, seconds, _ in parts)
     x, body = 0.0, []
     for name, seconds, color in parts:

@@ -1,4 +1,4 @@
-"""`verl-server rollout`: plays episodes with a running server and a running environment, and writes them to a file.
+"""`verl-server rollout`: play episodes with a running server and a running environment, and write them to a file.
 
 verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0.1:8000 --episodes 64
 """
@@ -105,7 +105,7 @@ class RolloutArgs:
             raise BadRequestError(as_options(str(error))) from None
 
     def limits(self) -> Limits:
-        """The bounds that these options set."""
+        """Return the bounds that these options set."""
         return Limits(
             max_turns=self.max_turns,
             max_new_tokens=self.max_new_tokens,
@@ -134,7 +134,7 @@ MAY_DIFFER = {
 
 
 def run_settings(args: RolloutArgs) -> dict[str, Any]:
-    """The settings that a run stores."""
+    """Return the settings that a run stores."""
     settings = settings_of("rollout", args, without=("out", "resume", "api_key"))
     settings |= {"server": without_host(args.server), "environment": without_host(args.environment)}
     settings["tokenizer"] = None if args.tokenizer is None else location(args.tokenizer)
@@ -142,9 +142,9 @@ def run_settings(args: RolloutArgs) -> dict[str, Any]:
 
 
 def rollout(args: RolloutArgs) -> int:
-    """Play the episodes and print a summary.
+    """Play the episodes, print a summary and return the exit status.
 
-    Returns the exit status: 1 if no episode has both a reward and a sampled token.
+    The exit status is 1 if no episode has both a reward and a sampled token.
     """
     with contextlib.closing(TrajectoryFile(args.out, run_settings(args), MAY_DIFFER, resume=args.resume)) as file:
         try:
@@ -203,7 +203,7 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
 
 
 def _report_of(file: TrajectoryFile) -> TextIO:
-    """Where the summary is printed: not among trajectories that go to the standard output."""
+    """Return the stream for the summary, which must not mix with trajectories on the standard output."""
     return sys.stderr if file.is_stdout else sys.stdout
 
 

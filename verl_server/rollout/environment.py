@@ -43,7 +43,7 @@ KEY_VARIABLE = "VERL_ENV_API_KEY"
 
 
 def key_headers() -> dict[str, str]:
-    """The header that carries the key of VERL_ENV_API_KEY, if there is one."""
+    """Return the header with the key of VERL_ENV_API_KEY, {} if there is no key."""
     key = os.environ.get(KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -78,14 +78,14 @@ class Environment(Protocol):
     """
 
     def reset(self, seed: int | None = None) -> ResetReturn | Awaitable[ResetReturn]:
-        """Start an episode that depends on `seed` only. Returns its first observation, or (observation, info).
+        """Start an episode that depends on `seed` only, and return its first observation, or (observation, info).
 
-        `reset` may take `episode_id` and other keyword arguments, too.
+        `reset` may also take `episode_id` and other keyword arguments.
         """
         ...
 
     def step(self, action: Action) -> StepReturn | Awaitable[StepReturn]:
-        """Play an action. Returns (observation, reward, done); the reward is None if the step has none.
+        """Play an action and return (observation, reward, done). The reward is None if the step has none.
 
         Gymnasium's (observation, reward, terminated, truncated, info) is accepted: `done` is then `terminated or
         truncated`, and `info` is not sent to the client.
@@ -144,7 +144,7 @@ class RemoteEnvironment:
     async def reset(self, seed: int | None = None, **options: Any) -> StepResult:
         """Connect if there is no connection, and start an episode.
 
-        Raises EnvBusyError if the server is full for longer than `timeouts.capacity`.
+        Raise EnvBusyError if the server is full for longer than `timeouts.capacity`.
         """
         data = {"seed": seed} | options if seed is not None else options
         deadline = time.monotonic() + self._timeouts.capacity
@@ -162,14 +162,15 @@ class RemoteEnvironment:
                 pause = min(1.0, pause * 2)
 
     async def step(self, action: Action) -> StepResult:
+        """Play an action and return the environment's answer. Raise EnvError or EnvTimeoutError."""
         return await self._ask({"type": "step", "data": action}, "step")
 
     async def state(self) -> dict[str, Any]:
-        """The environment's `state`, a dict."""
+        """Return the environment's `state`, a dict."""
         return await self._exchange({"type": "state"}, "state", "step")
 
     async def close(self) -> None:
-        """Close the connection within `timeouts.close`. Raises nothing and may be called twice."""
+        """Close the connection within `timeouts.close`. Raise nothing. It may be called twice."""
         socket, self._socket = self._socket, None
         if socket is None:
             return
@@ -245,7 +246,7 @@ class RemoteEnvironment:
 
 
 def websocket_url(url: str) -> str:
-    """The `/ws` address of a server, from an http://, https://, ws:// or wss:// URL or from host:port."""
+    """Return the `/ws` address of a server, from an http://, https://, ws:// or wss:// URL or from host:port."""
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     scheme, _, rest = base.partition("://")
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -256,9 +257,9 @@ def websocket_url(url: str) -> str:
 
 
 def environment_schema(url: str, timeout: float) -> dict[str, Any] | None:
-    """The JSON schema of actions at `/schema` of an environment server. None if the server answers with no schema.
+    """Return the JSON schema of actions at `/schema` of an environment server, None if it answers with no schema.
 
-    `timeout` is in seconds. A server that cannot be reached has no schema either: its episodes report the fault.
+    `timeout` is in seconds. The result is also None if the server cannot be reached: its episodes report the fault.
     """
     scheme, _, rest = websocket_url(url).partition("://")
     address = f"{scheme.replace('ws', 'http')}://{rest.removesuffix('/ws')}/schema"
@@ -277,7 +278,7 @@ def _is_local(url: str) -> bool:
 
 
 def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
-    """The `data` of a message of type `answer`. Raises EnvError for everything else."""
+    """Return the `data` of a message of type `answer`. Raise EnvError for everything else."""
     try:
         message = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -24,7 +24,7 @@ def check_environment(
     """Reset one session at `url` and render its first observation, unless an agent reads it (no renderer).
 
     `option` and `bounds` are the options of the URL and of the timeouts, which errors name.
-    Raises BadRequestError that names the remedy.
+    Raise BadRequestError that names the remedy.
     """
     refuse_running_loop("check_environment", "Call it in another thread: `await asyncio.to_thread(...)`.")
     asyncio.run(_check(url, renderer, timeouts, option, bounds))

@@ -218,7 +218,7 @@ class Episode:
             await asyncio.sleep(_RESUME_PAUSE)
 
     def request(self) -> dict[str, Any]:
-        """`input_ids` (all tokens so far, as they are), `sampling_params` and `session_id` of the next generation."""
+        """Return `input_ids` (all tokens so far), `sampling_params` and `session_id` of the next generation."""
         trajectory = self.trajectory
         left_in_turn = self._limits.max_new_tokens - len(trajectory.action_tokens())
         left = self._capacity - len(trajectory.tokens)
@@ -228,7 +228,7 @@ class Episode:
         return {"input_ids": list(trajectory.tokens), "sampling_params": sampling, "session_id": self.session_id}
 
     def accept(self, result: dict[str, Any]) -> bool:
-        """Append what was sampled. Returns False if the generation was aborted before its end and must be resumed."""
+        """Append what was sampled. Return False if the generation was aborted before its end and must be resumed."""
         trajectory = self.trajectory
         try:
             tokens, logprobs, versions, finish = _output(result)
@@ -304,7 +304,7 @@ class Episode:
 
 
 def _output(result: dict[str, Any]) -> tuple[list[int], list[float], list[str], str]:
-    """(token ids, their log-probabilities, their weight versions, finish type) of one generation."""
+    """Return (token ids, their log-probabilities, their weight versions, finish type) of one generation."""
     meta = result["meta_info"]
     tokens: list[int] = result["output_ids"]
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]

@@ -23,7 +23,7 @@ _EXIT_SECONDS = 15.0
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What the launcher runs."""
+    """A program that the launcher runs."""
 
     argv: list[str]
     env: dict[str, str]
@@ -43,7 +43,7 @@ class Exit:
     """The end of a program."""
 
     code: int | None
-    """Exit code; negative: a signal. None: the program did not start, or the launcher was killed."""
+    """Exit code; a negative code is a signal. None if the program did not start, or the launcher was killed."""
     output: str
     """The last lines of its output."""
     error: str | None = None
@@ -107,9 +107,9 @@ def _exit(answer: bytes, output: str) -> Exit:
 
 
 def kill_marked(variable: str) -> int:
-    """Kill every process whose environment has this NAME=VALUE. Returns the number of them.
+    """Kill every process whose environment has this NAME=VALUE, and return their number.
 
-    It finds what a program left behind after it had killed its own launcher.
+    This finds what a program left behind after it had killed its own launcher.
     """
     killed, mark = 0, variable.encode()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -121,7 +121,7 @@ def kill_marked(variable: str) -> int:
 
 
 def tail(log: Path) -> str:
-    """The last lines of a program's output, "" if there is none."""
+    """Return the last lines of a program's output, "" if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))

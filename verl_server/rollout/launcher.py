@@ -93,7 +93,7 @@ class _Log:
 
 
 def _watch(program: int, output: int, wake: int, log: _Log) -> tuple[int | None, bool]:
-    """Copy output until the program ends or stdin closes. Returns (exit code or None, True if stdin closed)."""
+    """Copy output until the program ends or stdin closes. Return (exit code or None, True if stdin closed)."""
     reading = [0, output, wake]
     while True:
         for ready in select.select(reading, [], [])[0]:
@@ -111,7 +111,7 @@ def _watch(program: int, output: int, wake: int, log: _Log) -> tuple[int | None,
 
 
 def _reap() -> dict[int, int]:
-    """Collect the children that have ended: pid → exit code."""
+    """Collect the children that have ended, and return pid → exit code."""
     codes: dict[int, int] = {}
     while True:
         try:
@@ -124,7 +124,7 @@ def _reap() -> dict[int, int]:
 
 
 def _end_all(grace: float, program: int | None) -> dict[int, int]:
-    """End every descendant. Returns their exit codes as far as this process collected them.
+    """End every descendant, and return the exit codes that this process collected.
 
     If the program has ended by itself, what it left behind gets no grace.
     """
@@ -157,7 +157,7 @@ def _send(number: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """All living processes below this one. Zombies are left out."""
+    """Return all living processes below this one. Zombies are left out."""
     parents: dict[int, tuple[int, str]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

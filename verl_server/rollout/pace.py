@@ -49,7 +49,7 @@ class PaceComparison:
 
 
 def compare_pace(loop: AgentLoop, tasks: Sequence[Task], rounds: int = 3) -> PaceComparison:
-    """Play `tasks` both ways by turns, `rounds` times each, with an empty prefix cache. Returns the median runs."""
+    """Play `tasks` both ways by turns, `rounds` times each, with an empty prefix cache, and return the median runs."""
     own_runs, lockstep_runs = [], []
     for _ in range(rounds):
         loop.engine.flush_cache(timeout=10)
@@ -78,7 +78,7 @@ def _median(rollouts: Sequence[Rollout]) -> Rollout:
 
 
 async def _replay(engine: EngineBase, trajectories: Sequence[Trajectory]) -> float:
-    """Seconds for generating every turn again, without environments. The turns of an episode stay in order."""
+    """Generate every turn again, without environments, and return the seconds. Turns of an episode stay in order."""
 
     async def turns(trajectory: Trajectory) -> None:
         session_id = secrets.token_hex(16)  # as in an episode, so that the cache works as well

@@ -7,17 +7,17 @@ from html import escape
 
 
 def page(title: str, body: str) -> str:
-    """The whole page. `body` is HTML."""
+    """Return the whole page as HTML. `body` is HTML."""
     return _PAGE.replace("{{title}}", escape(title)).replace("{{body}}", body)
 
 
 def section(title: str, content: str, note: str) -> str:
-    """One section of the page. `content` is HTML, `title` and `note` are text."""
+    """Return one section of the page as HTML. `content` is HTML, `title` and `note` are text."""
     return f"<section><h2>{escape(title)}</h2>{content}<p class='note'>{escape(note)}</p></section>"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """The names and colors of a drawing."""
+    """Return the names and colors of a drawing as HTML."""
     items = "".join(f"<span><i style='background:{color}'></i>{escape(name)}</span>" for name, color in entries)
     return f"<div class='legend'>{items}</div>"
 

@@ -26,7 +26,7 @@ class PipeOutput:
     """One open output. `close` it at the end."""
 
     def __init__(self, file: Path) -> None:
-        """Open it. Raises BadRequestError if it cannot be written, or if nobody reads a named pipe within a minute."""
+        """Open the output. Raise BadRequestError if it cannot be written, or no reader opens a pipe in a minute."""
         self.file = file
         self._descriptor = _opened(file)
 
@@ -36,7 +36,7 @@ class PipeOutput:
         return is_stdout(self._descriptor)
 
     def write(self, data: bytes) -> None:
-        """Write all of it. Raises VerlServerError if the reader is gone."""
+        """Write all of `data`. Raise VerlServerError if the reader is gone."""
         rest = memoryview(data)
         try:
             while rest:
@@ -49,16 +49,16 @@ class PipeOutput:
             raise VerlServerError(f"{self.file} cannot be written: {error.strerror or error}.") from None
 
     def close(self) -> None:
-        """Close it: its reader sees the end."""
+        """Close the output, so that its reader sees the end."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def is_no_regular_file(file: Path) -> bool:
-    """True if there is something that is neither a regular file nor a folder. Links are followed.
+    """Return True if the place has something that is neither a regular file nor a folder. Links are followed.
 
-    Raises BadRequestError if the place cannot be looked at: a name that is too long, a link to itself, no permission.
+    Raise BadRequestError if the place cannot be read: a name that is too long, a link to itself, no permission.
     """
     try:
         mode = file.stat().st_mode
@@ -70,7 +70,7 @@ def is_no_regular_file(file: Path) -> bool:
 
 
 def _opened(file: Path) -> int:
-    """A descriptor for writing. A named pipe without a reader is tried again, because opening it would wait forever."""
+    """Return a descriptor for writing. Retry a named pipe without a reader, because opening it would wait forever."""
     end = time.monotonic() + _READER_SECONDS
     is_announced = False
     while True:

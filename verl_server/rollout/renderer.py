@@ -37,20 +37,22 @@ class ActionError(VerlServerError):
 
 
 class Renderer(Protocol):
+    """The interface between an environment's messages and the policy's tokens."""
+
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
-        """Tokens to append to the trajectory. `last_token` ended the previous turn (None: there is no turn yet)."""
+        """Return the tokens to append to the trajectory. `last_token` ended the previous turn (None: no turn yet)."""
         ...
 
     def action(self, token_ids: list[int], prompt_ids: list[int]) -> Action:
-        """The action that the sampled tokens of a turn stand for. `prompt_ids` are the tokens before them.
+        """Return the action that the sampled tokens of a turn express. `prompt_ids` are the tokens before them.
 
-        Raises ActionError if they stand for none.
+        Raise ActionError if they express none.
         """
         ...
 
 
 class ActionReader:
-    """Reads the policy's text as an action, in one `ActionFormat`."""
+    """A reader of the policy's text as an action, in one `ActionFormat`."""
 
     def __init__(
         self,
@@ -75,10 +77,10 @@ class ActionReader:
             )
 
     def read(self, text: str | None) -> Action:
-        """The action. Raises ActionError for JSON that is no object, or that violates the environment's schema.
+        """Return the action. Raise ActionError for JSON that is no object, or that violates the environment's schema.
 
-        JSON may stand in a fenced block. `text` is None if the policy did not end its reasoning. That is an
-        ActionError in each format. Raises EnvError if the schema refers to a document of another host.
+        JSON may be in a fenced block. `text` is None if the policy did not end its reasoning, which is an ActionError
+        in each format. Raise EnvError if the schema refers to a document of another host.
         """
         if text is None:
             raise self._refusal("There is no answer, because the reasoning did not end. Reason less.")
@@ -120,7 +122,7 @@ class TokenizerRenderer:
         reasoning_parser: str | None,
         actions: ActionReader,
     ) -> None:
-        """`template` and `reasoning_parser` say how the policy writes its reasoning (`AnswerReader`)."""
+        """`template` and `reasoning_parser` define how the policy writes its reasoning (`AnswerReader`)."""
         self._tokenizer = tokenizer
         self._template = template
         self._parser = reasoning_parser
@@ -128,7 +130,7 @@ class TokenizerRenderer:
         self._answers = AnswerReader(tokenizer, template, reasoning_parser)
 
     def for_server(self, reasoning_parser: str | None) -> Self:
-        """The same renderer for a server with this setting, which counts if the renderer was made without one."""
+        """Return this renderer with a server's setting, which is used if the renderer was made without one."""
         if self._parser is not None or reasoning_parser is None:
             return self
         other = copy.copy(self)
@@ -136,7 +138,7 @@ class TokenizerRenderer:
         return other
 
     def action(self, token_ids: list[int], prompt_ids: Sequence[int] = ()) -> Action:
-        """See `Renderer.action`. An answer whose reasoning did not end is no action."""
+        """Return the action as `Renderer.action` does. An answer whose reasoning did not end is no action."""
         return self._actions.read(self._answers.read(token_ids, prompt_ids))
 
 
@@ -155,11 +157,9 @@ class TextRenderer(TokenizerRenderer):
     ) -> None:
         """The policy's text is sent as `{action_key: text}`. In the format "json" it is the action, a JSON object.
 
-        JSON that violates `action_schema`, the environment's JSON schema, is not sent.
-
-        The reasoning before the answer is not sent. `reasoning_parser` is its format, as in the server's setting.
-        Default: the setting of the server that `AgentLoop` generates with, or else what the chat template shows. "none"
-        sends the whole text.
+        JSON that violates `action_schema`, the environment's JSON schema, is not sent. The reasoning before the answer
+        is not sent. `reasoning_parser` is its format, as in the server's setting. The default is the setting of the
+        server that `AgentLoop` generates with, or else what the chat template shows. "none" sends the whole text.
         """
         actions = ActionReader(action_format, action_key, observation_key, action_schema)
         super().__init__(tokenizer, tokenizer.chat_template, reasoning_parser, actions)
@@ -225,7 +225,7 @@ class ChatRenderer(TokenizerRenderer):
 
 
 def observation_text(observation: Observation, key: str) -> str:
-    """The text under `key` in an observation. Raises BadRequestError if there is none."""
+    """Return the text under `key` in an observation. Raise BadRequestError if there is none."""
     value = observation.get(key)
     if not isinstance(value, str):
         raise BadRequestError(

@@ -143,7 +143,7 @@ def _time(report: Report) -> str:
 
 
 def _episodes(report: Report, count: int = 8) -> str:
-    """The first `count` held-out games before and after training, side by side."""
+    """Return the first `count` held-out games before and after training, side by side, as HTML."""
     rows = []
     for before, after in list(zip(report.before, report.after, strict=True))[:count]:
         rows.append(f"<div class='pair'>{_episode(before)}{_episode(after)}</div>")
@@ -184,6 +184,6 @@ def _method(report: Report) -> str:
 
 
 def _power(value: float) -> str:
-    """3.9e-06 as 4e-6."""
+    """Return a number as a power of ten: 3.9e-06 becomes 4e-6."""
     mantissa, _, exponent = f"{value:.0e}".partition("e")
     return f"{mantissa}e{int(exponent)}"

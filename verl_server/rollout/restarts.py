@@ -39,7 +39,7 @@ class HealedServer:
     def __init__(self, engine: EngineBase, restart_timeout: float) -> None:
         self._engine = engine
         self._restart_timeout = restart_timeout
-        self._asking = asyncio.Lock()  # one episode asks the server, the others learn of it from the engine
+        self._asking = asyncio.Lock()  # one episode asks the server, and the others read its answer from the engine
         self._closing: set[asyncio.Task[None]] = set()
         self._refuses_closes = False
 
@@ -53,10 +53,10 @@ class HealedServer:
         session_id: Any = None,
         timeout: float | None = None,
     ) -> Any:
-        """`EngineBase.async_generate`, sent again once the server is back and healed.
+        """Generate as `EngineBase.async_generate` does. Repeat the call once a failed server is back and healed.
 
-        Raises what kept it from that `restart_timeout` seconds after the first failure. An engine that cannot come back
-        (it was launched here, or runs in this process) raises at once.
+        Raise the last error `restart_timeout` seconds after the first failure. Raise at once if the engine cannot come
+        back because it was launched here, or runs in this process.
         """
         engine, deadline = self._engine, None
         while True:
@@ -77,7 +77,7 @@ class HealedServer:
                 await self._until_healed(engine, knew, deadline, error)
 
     def close_session(self, session_id: str) -> None:
-        """Note at the server, in the background, that the session has ended. Returns at once, without an error.
+        """Report to the server, in the background, that the session has ended. Return at once, without an error.
 
         The server's cache keeps its pages better with this hint. A server that refuses it is not sent another one.
         """
@@ -100,7 +100,7 @@ class HealedServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Wait, for at most a second, until the server has noted the ends. A cancelled batch does not wait."""
+        """Wait for at most a second until the server has noted the ends. A cancelled batch does not wait."""
         tasks = list(self._closing)
         if tasks and not (kind is not None and issubclass(kind, asyncio.CancelledError)):
             await asyncio.wait(tasks, timeout=_LAST_CLOSES)

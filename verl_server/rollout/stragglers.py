@@ -1,4 +1,4 @@
-"""`StragglerWatch`: ends the last episodes of a batch when they delay all others.
+"""`StragglerWatch`: end the last episodes of a batch when they delay all others.
 
 `AgentLoop.arun` creates one for each batch. The watch starts one timer when every episode has started and
 `straggler_fraction` of them have ended. After `straggler_timeout` it ends the episodes that still run.

@@ -109,12 +109,14 @@ class Event(msgspec.Struct, array_like=True):
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
+    """The record of one episode. A list about tokens has one entry for each token, unless it is [] as described."""
+
     task: Task
     """Task that the episode played."""
     tokens: list[int] = []
     """Token ids of all observations and actions, in order."""
     loss_mask: list[int] = []
-    """1 for a token that the policy sampled, 0 for a token that it read."""
+    """1 for a token that the policy sampled, 0 for a token that the policy read."""
     logprobs: list[float] = []
     """Log-probability of each sampled token, from the server at sampling time. 0.0 for tokens that were read."""
     policy_logprobs: list[float | None] = []
@@ -171,7 +173,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
         return self.sampled_tokens - sum(self.trained_mask)
 
     def seconds(self, kind: str) -> float:
-        """Total time of the events of one kind."""
+        """Return the total time of the events of one kind, in seconds."""
         return sum(event.end - event.start for event in self.events if event.kind == kind)
 
     def append_observation(self, observation: dict[str, Any], token_ids: Sequence[int]) -> None:
@@ -200,8 +202,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     ) -> None:
         """Append sampled tokens to the current turn.
 
-        `known` is `Turn.policy_logprobs`; `policy_logprobs` belong to "given". `has_choice`: 1 or 0 for each token,
-        None if no mask left one of them without an alternative.
+        `known` is `Turn.policy_logprobs`; `policy_logprobs` belong to "given". `has_choice` is 1 or 0 for each token,
+        or None if each of them had an alternative. Raise ValueError if the lengths differ.
         """
         if not len(token_ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} logprobs and {len(versions)} versions.")
@@ -228,7 +230,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
         turn.action_span = (turn.action_span[0], len(self.tokens))
 
     def action_tokens(self) -> list[int]:
-        """The tokens that the policy sampled in the current turn."""
+        """Return the tokens that the policy sampled in the current turn."""
         start, end = self.turns[-1].action_span
         return self.tokens[start:end]
 
@@ -249,7 +251,7 @@ _KNOWN: tuple[PolicyLogprobs, ...] = ("same", "given", "unknown")
 
 
 def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """The trajectories of each episode, in the order of their first ones.
+    """Return the trajectories of each episode, in the order of the episodes' first trajectories.
 
     The branches of an agent's episode have its group and member; sub-agents' sessions belong to it. A trajectory
     without a session is an episode of its own.
@@ -262,7 +264,7 @@ def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 
 def is_unsampled(branches: Sequence[Trajectory]) -> bool:
-    """True if the episode with these branches has a reward or a scored end, and no sampled token."""
+    """Return True if the episode with these branches has a reward or a scored end, and no sampled token."""
     first = branches[0]
     is_scored = first.stop_reason is not None and first.stop_reason.is_scored
     return (is_scored or first.reward is not None) and not any(any(branch.loss_mask) for branch in branches)
@@ -292,7 +294,7 @@ class RolloutStats(msgspec.Struct, kw_only=True):
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> RolloutStats:
-    """Count, average and sum over a set of trajectories, which may be empty."""
+    """Return the figures of a set of trajectories, which may be empty."""
     episodes = by_episode(trajectories)
     unsampled = [branches for branches in episodes if is_unsampled(branches)]
     ignored = {id(t) for branches in unsampled for t in branches}
@@ -319,16 +321,18 @@ def append_jsonl(path: Path, records: Iterable[Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[Trajectory]:
-    """The trajectories in a file that `append_jsonl` wrote. Other keys of a line are ignored.
+    """Return the trajectories in a file that `append_jsonl` wrote. Other keys of a line are ignored.
 
-    Raises BadRequestError, which names the line, for a line that is damaged.
+    Raise BadRequestError, which names the line, for a line that is damaged.
     """
     return [read_trajectory(line, where) for where, line in numbered_lines(path)]
 
 
 def read_trajectory(line: bytes, where: str) -> Trajectory:
-    """The trajectory of a line. Raises BadRequestError, which names `where`, if its lists and spans do not belong to
-    its tokens."""
+    """Return the trajectory of a line.
+
+    Raise BadRequestError, which names `where`, if its lists and spans do not fit its tokens.
+    """
     trajectory = decode_json(line, Trajectory, where)
     count = len(trajectory.tokens)
     if count and not 0 <= min(trajectory.tokens) <= max(trajectory.tokens) < 2**31:

@@ -29,10 +29,10 @@ class TrajectoryFile:
     ) -> None:
         """Check and lock the file. Nothing of an earlier run is changed before `begin`.
 
-        `settings`: what `check_settings` compares in a resumed run, without those of `may_differ`. A file that is no
-        regular one (/dev/null, a pipe) is opened once and written as it is, and cannot be resumed.
-        Raises BadRequestError if the file cannot be written, has trajectories and `resume` is False, or is of another
-        run. A run in which every episode failed, without a sampled token, is none: `begin` replaces it.
+        A resumed run compares `settings`, except those of `may_differ`. A file that is not regular (/dev/null, a pipe)
+        is opened once and written as it is, and cannot be resumed. If every episode of an earlier run failed without a
+        sampled token, `begin` replaces that run. Raise BadRequestError if the file cannot be written, has trajectories
+        and `resume` is False, or is of another run.
         """
         self.file = file
         self._settings, self._may_differ = settings, may_differ
@@ -84,7 +84,7 @@ class TrajectoryFile:
         return set(self._kept)
 
     def begin(self, model: str) -> None:
-        """Begin to write. `model` is the server's. Raises BadRequestError if the resumed run had another one."""
+        """Begin to write. `model` is the server's. Raise BadRequestError if the resumed run had another one."""
         if self._claim is None:
             return
         settings = self._settings | {"model": model}
@@ -98,7 +98,7 @@ class TrajectoryFile:
             self._claim.replace(list(self._kept.values()))
 
     def add(self, trajectory: Trajectory) -> None:
-        """Append a trajectory that has ended. Raises VerlServerError if the file cannot be written any more."""
+        """Append a trajectory that has ended. Raise VerlServerError if the file cannot be written any more."""
         if self._pipe is not None:
             self._pipe.write(msgspec.json.encode(trajectory, enc_hook=jsonable) + b"\n")
             return
@@ -110,7 +110,7 @@ class TrajectoryFile:
             ) from None
 
     def trajectories(self) -> list[Trajectory]:
-        """All trajectories of the file, with those before the resumption. [] if it is no regular file."""
+        """Return all trajectories of the file, with those before the resumption; [] if it is no regular file."""
         return [] if self._claim is None else read_jsonl(self.file)
 
     def close(self) -> None:
@@ -121,14 +121,14 @@ class TrajectoryFile:
             self._pipe.close()
 
     def _has_failures_only(self) -> bool:
-        """True if the file is of this command, and no episode in it has a sampled token or a reward."""
+        """Return True if the file is of this command, and no episode in it has a sampled token or a reward."""
         try:
             if not self._run_file.exists() or stored_settings(self._run_file).get("command") != "rollout":
                 return False
             lines = ((where, line) for where, line in numbered_lines(self.file) if line.endswith(b"\n"))
             found = (read_trajectory(line, where) for where, line in lines)
             return all(trajectory.reward is None and not any(trajectory.loss_mask) for trajectory in found)
-        except BadRequestError:  # damaged: what it had is not known
+        except BadRequestError:  # a damaged file may have had episodes of use
             return False
 
     def _check(self, settings: dict[str, Any], may_differ: dict[str, str]) -> None:
@@ -142,8 +142,8 @@ class TrajectoryFile:
     def _read(self) -> None:
         """Note which episodes are there.
 
-        A last line that was cut off, and episodes that the policy did not end or had no part in, are dropped. Of an
-        episode with several lines, the last one is kept.
+        Drop a last line that was cut off, and episodes that the policy did not end or had no part in. If an episode has
+        several lines, keep the last one.
         """
         repeated = 0
         for where, line in numbered_lines(self.file):

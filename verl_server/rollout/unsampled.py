@@ -26,20 +26,20 @@ _EMPTY = "The answers of the server are empty: look at its sampling parameters, 
 
 
 def is_too_long(reason: StopReason | None) -> bool:
-    """True if an unsampled episode with this end had a first prompt that does not fit."""
+    """Return True if an unsampled episode with this end had a first prompt that does not fit."""
     return reason in (StopReason.CONTEXT_FULL, StopReason.MAX_TOKENS)
 
 
 def remedy(*, too_long: bool, agent: bool) -> str:
-    """A sentence, without its period, about the cause of an unsampled episode. `agent`: an agent played it."""
+    """Return a sentence, without its period, about the cause of an unsampled episode. `agent`: an agent played it."""
     return _TOO_LONG if too_long else _BYPASSED if agent else _EMPTY
 
 
 class UnsampledNotice:
-    """Logs the first unsampled episode, with the remedy. The others are counted elsewhere."""
+    """The notice of the first unsampled episode, with the remedy. The others are counted elsewhere."""
 
     def __init__(self, *, agent: bool) -> None:
-        """`agent`: the episodes are played by an agent, and not by `AgentLoop`."""
+        """`agent` is True if an agent plays the episodes, and False if `AgentLoop` does."""
         self._agent = agent
         self._is_given = False
 

@@ -22,7 +22,7 @@ _SHARED = "blue"
 
 
 def render(trajectory: Trajectory, color: ColorBy, text_of: TokenText | None) -> RenderableType:
-    """The whole trajectory. `text_of` decodes ids; None shows the ids themselves."""
+    """Return the whole trajectory for the terminal. `text_of` decodes ids; None shows the ids themselves."""
     parts: list[RenderableType] = [legend(color, trajectory)]
     style = _style(trajectory, color)
     for number, turn in enumerate(trajectory.turns):
@@ -43,7 +43,7 @@ def render(trajectory: Trajectory, color: ColorBy, text_of: TokenText | None) ->
 
 
 def legend(color: ColorBy, trajectory: Trajectory) -> Text:
-    """What the colors mean."""
+    """Return the meaning of the colors."""
     line = Text("read", _READ)
     if color == "logprob":
         for least, style in _PROBABILITIES:
@@ -58,7 +58,7 @@ def legend(color: ColorBy, trajectory: Trajectory) -> Text:
 
 
 def _style(trajectory: Trajectory, color: ColorBy) -> list[str]:
-    """The style of every token."""
+    """Return the style of every token."""
     styles = [_READ] * len(trajectory.tokens)
     versions = _version_styles(trajectory)
     for turn in trajectory.turns:
@@ -81,7 +81,7 @@ def _version_styles(trajectory: Trajectory) -> dict[str, str]:
 
 
 def _runs(styles: list[str]) -> Iterator[tuple[int, int, str]]:
-    """(start, end, style) of the longest runs of one style. Tokens of a run are decoded together."""
+    """Yield (start, end, style) of the longest runs of one style. Tokens of a run are decoded together."""
     start = 0
     for i in range(1, len(styles) + 1):
         if i == len(styles) or styles[i] != styles[start]:

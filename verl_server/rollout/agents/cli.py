@@ -108,10 +108,7 @@ class AgentRolloutArgs:
 
 
 def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> int:
-    """Play the run and print a summary.
-
-    Returns the exit status: 1 if no episode has both a reward and a sampled token.
-    """
+    """Play the run, print a summary and return the exit status: 1 if no episode has a reward and a sampled token."""
     console = console or Console()
     key = take_from_environment("VERL_SERVER_API_KEY")  # no agent inherits it, nor reads it in /proc
     servers = _servers(args, key)
@@ -183,7 +180,7 @@ async def _played(
 
 
 def _described(args: AgentRolloutArgs) -> dict[str, Any]:
-    """The settings of the command that run.json stores beside the settings of `run_agents`."""
+    """Return the settings of the command that run.json stores beside the settings of `run_agents`."""
     environment = args.environment
     is_function = args.reward is not None and ":" in args.reward
     return {
@@ -198,7 +195,10 @@ def _described(args: AgentRolloutArgs) -> dict[str, Any]:
 def load_agent(
     text: str, tools: Sequence[str] = (), system: str | None = None, max_turns: int | None = None
 ) -> AgentFunction | list[str]:
-    """The function that the text names, the tool loop, or the words of a command. The rest is for the tool loop."""
+    """Return the function that `text` names, the tool loop, or the words of a command.
+
+    The other arguments are for the tool loop. Raise BadRequestError if the text or another argument is wrong.
+    """
     if text == "tools":
         functions = [load_function(tool, "tool") for tool in tools]
         return ToolLoop(functions, system=system, max_turns=max_turns or DEFAULT_MAX_TURNS)
@@ -213,7 +213,7 @@ def load_agent(
 
 
 def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFactory | None]:
-    """The tasks, and the environment that they play in."""
+    """Return the tasks and the factory of their environment. Raise BadRequestError if one of them cannot be had."""
     if is_named(args.tasks):
         if args.environment is not None:
             raise BadRequestError(f"--tasks {args.tasks} has its own environment: remove --environment.")
@@ -226,7 +226,7 @@ def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFact
 
 
 def read_tasks(path: Path) -> list[AgentTask]:
-    """One task for each line of a JSONL file."""
+    """Return one task for each line of a JSONL file. Raise BadRequestError if a line is no task, or there is none."""
     try:
         tasks = [_task(line, where, i) for i, (where, line) in enumerate(numbered_lines(path)) if line.strip()]
     except BadRequestError as error:
@@ -239,20 +239,20 @@ def read_tasks(path: Path) -> list[AgentTask]:
 
 
 def _task(line: bytes, where: str, seed: int) -> AgentTask:
-    """The task of a line. `seed` is that of a line which sets none because all of it is the input."""
+    """Return the task of a line. `seed` is the seed of a line that is an input only."""
     content = parse_json(line, where)
     is_task = isinstance(content, dict) and bool(content) and content.keys() <= {"seed", "input", "environment"}
     return convert(content, AgentTask, where) if is_task else AgentTask(seed=seed, input=content)
 
 
 def environment_factory(name: str) -> EnvironmentFactory:
-    """The factory of a named environment, which takes each task's own options."""
+    """Return the factory of a named environment, which takes each task's own options."""
     make = environment_named(name)
     return lambda task: make(task.environment)
 
 
 def load_reward(text: str | None, agent: Any, environment: EnvironmentFactory | None) -> Reward:
-    """The reward that `--reward` names; without it, the environment's, or a program's exit."""
+    """Return the reward that `--reward` names. The default is the environment's, or the exit of a program."""
     if text is None:
         if environment is None and callable(agent):
             raise BadRequestError("--reward is needed: MODULE:function, because there is no environment.")
@@ -265,7 +265,7 @@ def load_reward(text: str | None, agent: Any, environment: EnvironmentFactory | 
 
 
 def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
-    """The running servers, None if one is launched."""
+    """Return the running servers, or None if one is launched."""
     if not args.server:
         return None
     if args.api_key_file is not None:

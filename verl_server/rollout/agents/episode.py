@@ -1,8 +1,8 @@
-"""`AgentPlayer`: plays one attempt of an agent at a task, from the environment's reset to the deletion of the session.
+"""`AgentPlayer`: play one attempt of an agent at a task, from the environment's reset to the deletion of the session.
 
-`run.py` calls `play` for every attempt. The order at the end is fixed: the agent is ended as a whole, the session is
-finished (which ends generations that the agent left behind), the trajectory is read, the reward is computed and
-recorded, the session is deleted. A fault ends its own episode only, with a recorded reason.
+`run.py` calls `play` for every attempt. The order at the end is fixed: end the agent as a whole; finish the session,
+which ends generations that the agent left behind; read the trajectory; compute and record the reward; delete the
+session. A fault ends its own episode only, with a recorded reason.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _LIMIT_REASONS = {
     "max_context": StopReason.CONTEXT_FULL,
 }
 _SERVER_SLACK = 60.0
-"""Seconds by which the server's own bounds of a session exceed the runner's: they clean up after a dead runner."""
+"""Seconds by which the server's own bounds of a session exceed the runner's. They clean up after a dead runner."""
 
 
 @dataclass
 class End(Exception):
-    """Why an episode ended."""
+    """The end of an episode, raised or returned."""
 
     reason: StopReason
     error: str | None = None
@@ -64,7 +64,7 @@ class End(Exception):
 
 @dataclass
 class Progress:
-    """What runs now, for a live display."""
+    """The episodes that run now, for a live display."""
 
     running: int = 0
     began: float | None = None
@@ -90,7 +90,7 @@ class AgentPlayer:
     sampling_params: Mapping[str, Any]
     """Sampling parameters for requests that do not set them."""
     forced_sampling_params: Mapping[str, Any]
-    """Sampling parameters that win over those of a request."""
+    """Sampling parameters that replace those of a request."""
     pool: ServerPool
     gateway: EnvironmentGateway
     logs: Path
@@ -174,7 +174,7 @@ class AgentPlayer:
     async def _agent_end(
         self, client: SessionsClient, created: CreatedSession, episode: AgentEpisode, referee: Referee | None
     ) -> End:
-        """Run the agent until it or one of its bounds ends. The agent is gone when this returns."""
+        """Run the agent until it or one of its bounds ends, and return the end. The agent has then ended."""
         session = AgentSession(
             session_id=created.id,
             base_url=client.url + created.base_url,
@@ -225,7 +225,7 @@ class AgentPlayer:
 
     @staticmethod
     async def _judged(end: End, client: SessionsClient, run: str | None) -> End:
-        """Return the end. An agent that failed is not to blame if its server is away, or is no longer the run `run`."""
+        """Return the end: GENERATION_ERROR if an agent failed and its server is away, or is not the run `run`."""
         if end.reason is StopReason.AGENT_ERROR and (not await client.is_alive() or client.run != run):
             end.reason = StopReason.GENERATION_ERROR
             end.error = f"The server ended meanwhile. {end.error}"
@@ -310,7 +310,7 @@ class AgentPlayer:
                 await asyncio.sleep(PROBE_SECONDS)
 
     def _limit_reason(self, info: SessionInfo) -> StopReason | None:
-        """The limit of the session that refused the agent's last request."""
+        """Return the limit of the session that refused the agent's last request, or None."""
         if info.limit is not None:
             return _LIMIT_REASONS.get(info.limit)
         if self.limits.max_turns is not None and info.turns >= self.limits.max_turns:
@@ -357,7 +357,7 @@ def _own_end(agent: asyncio.Future[Any], server_url: str) -> End:
 
 
 def _server_failed(error: BaseException, server_url: str) -> bool:
-    """True if an SDK's error, or its cause, says that the rollout server answered with status 5xx."""
+    """Return True if an SDK's error, or its cause, says that the rollout server answered with status 5xx."""
     seen: BaseException | None = error
     while seen is not None:
         response = getattr(seen, "response", None)
@@ -370,7 +370,7 @@ def _server_failed(error: BaseException, server_url: str) -> bool:
 
 
 async def _shielded(work: Awaitable[T]) -> T:
-    """Await to the end even if this task is cancelled meanwhile; the cancellation is raised afterwards."""
+    """Await `work` to its end even if this task is cancelled meanwhile, then raise the cancellation."""
     future = asyncio.ensure_future(work)
     cancelled = False
     while not future.done():

@@ -65,16 +65,16 @@ class GuardedEnvironment:
         return self.__referee.done
 
     async def step(self, text: str) -> tuple[str, bool]:
-        """Play the policy's text. Returns (observation, done). Raises BadRequestError after the episode's end."""
+        """Play the policy's text and return (observation, done). Raise BadRequestError after the episode's end."""
         return await self.__referee.step(text)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool and return its result as text. Raises BadRequestError for an unknown tool or wrong arguments."""
+        """Call a tool and return its result as text. Raise BadRequestError for an unknown tool or wrong arguments."""
         return await self.__referee.call(name, arguments)
 
 
 class Referee:
-    """The runner's side of one episode: bounds each call, sums rewards, and notes the fault that ended the episode."""
+    """The runner's side of one episode. It bounds each call, sums rewards, and keeps the fault that ended them."""
 
     def __init__(
         self, environment: TextEnvironment, seconds: float, clock: Callable[[], float] = time.monotonic
@@ -89,15 +89,15 @@ class Referee:
         self.done = False
         self.reward = 0.0
         self.calls = 0
-        """Calls that began. With `waiting`, it shows that the agent is active."""
+        """Number of calls that began. With `waiting`, it shows that the agent is active."""
         self.waiting = 0
-        """Calls that run now."""
+        """Number of calls that run now."""
         self.fault: asyncio.Future[EnvError] = asyncio.get_running_loop().create_future()
         """Set by the first fault of the environment."""
         self.events: list[tuple[str, float, float]] = []
 
     async def reset(self, seed: int | None) -> None:
-        """Start the episode. Raises EnvError."""
+        """Start the episode. Raise EnvError."""
         self.observation = await self._bounded("reset", self._environment.reset(seed))
         self.tools = self._environment.tools
 
@@ -119,7 +119,7 @@ class Referee:
         return await self._bounded("call", self._environment.call(name, arguments))
 
     async def close(self) -> None:
-        """Close the environment within its bound. Raises nothing."""
+        """Close the environment within its bound. Raise nothing."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._seconds):
                 await self._environment.close()
@@ -160,7 +160,7 @@ class Referee:
 
 
 def _violation(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
-    """Where and how arguments violate a tool's schema. None if they follow it, or if the schema itself is unusable."""
+    """Return where and how arguments violate a tool's schema; None if they follow it, or the schema is unusable."""
     try:
         validator = validator_for(schema, default=Draft202012Validator)(
             schema, registry=Registry()
@@ -172,7 +172,7 @@ def _violation(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
 
 
 class EnvironmentGateway:
-    """Serves the environments of programs on the loopback address. Use `running`."""
+    """The server of the environments of programs, on the loopback address. Use `running`."""
 
     def __init__(self) -> None:
         self._referees: dict[str, Referee] = {}

@@ -86,7 +86,7 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
 
 
 class RunFolder:
-    """Writes one run. Call `begin` when the servers are up, and `close` at the end."""
+    """The files of one run. Call `begin` when the servers are up, and `close` at the end."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class RunFolder:
     ) -> None:
         """Check and lock the folder. Nothing of an earlier run is changed before `begin`.
 
-        `settings`, without keys, are compared in a resumed run, except those of `may_differ`.
-        Raises BadRequestError if the folder cannot be written, has a run already and `resume` is False, or has another
-        run. A folder in which nothing was recorded has no run, nor has one in which every attempt failed without a
-        sampled token: `begin` replaces it.
+        A resumed run compares `settings`, which have no keys, except those of `may_differ`. A folder counts as empty if
+        nothing was recorded in it, or if every attempt failed without a sampled token: `begin` replaces such a run.
+        Raise BadRequestError if the folder cannot be written, has a run already and `resume` is False, or has another
+        run.
         """
         self.folder = folder
         self.logs = folder / "agents"
@@ -149,7 +149,7 @@ class RunFolder:
     def begin(self, models: Sequence[str] = ()) -> None:
         """Begin to write: store the settings of a new run, or remove what an interruption left half-written.
 
-        `models`: those of the servers, as far as they are known. Raises BadRequestError if a resumed run had others.
+        `models` are the known models of the servers. Raise BadRequestError if a resumed run had others.
         """
         if self._left is not None:
             stored = stored_settings(self._run_file).get("models")
@@ -175,7 +175,7 @@ class RunFolder:
         self._claim.release()
 
     def add(self, episode: AgentEpisode) -> list[Trajectory]:
-        """Record an attempt that has ended. Returns its trajectories; only a final attempt's are written."""
+        """Record an attempt that has ended, and return its trajectories. Only those of a final attempt are written."""
         branches = episode_trajectories(episode)
         if episode.final:
             append_jsonl(self._trajectories, branches)
@@ -183,11 +183,11 @@ class RunFolder:
         return branches
 
     def lines(self) -> list[EpisodeLine]:
-        """All attempts so far, with those before the resumption."""
+        """Return all attempts so far, with those before the resumption."""
         return read_lines(self._episodes)
 
     def trajectories(self) -> list[Trajectory]:
-        """All trajectories so far, with those before the resumption."""
+        """Return all trajectories so far, with those before the resumption."""
         return read_jsonl(self._trajectories) if self._trajectories.exists() else []
 
     def write_summary(self, seconds: float, expected: int) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class RunFolder:
         return summary
 
     def _has_failures_only(self, found: Sequence[str]) -> bool:
-        """True if the files are of an agent run, and no attempt in it has a sampled token or a reward."""
+        """Return True if the files are of an agent run in which no attempt has a sampled token or a reward."""
         if any(not name.startswith(("episodes.jsonl", "trajectories.jsonl", "agents/")) for name in found):
             return False
         try:
@@ -206,11 +206,11 @@ class RunFolder:
             lines = self.lines()
             trajectories = _whole_lines(self._trajectories, Trajectory)
             return bool(lines) and all(e.is_failure for e in lines) and not any(any(t.loss_mask) for t in trajectories)
-        except BadRequestError:  # damaged: what it had is not known
+        except BadRequestError:  # a damaged file may have had episodes of use
             return False
 
     def _lost_rewards(self) -> str:
-        """A sentence about episodes whose reward failed, "" if there are none."""
+        """Return a sentence about episodes whose reward failed, or "" if there are none."""
         try:
             lost = sum(entry.has_lost_reward for entry in self.lines())
         except BadRequestError:
@@ -246,19 +246,19 @@ class _Left:
 
 
 def settings_id() -> str:
-    """A new random name of a run. It is the first part of its sessions' groups."""
+    """Return a new random name of a run. It is the first part of its sessions' groups."""
     return f"run-{os.urandom(6).hex()}"
 
 
 def tasks_digest(tasks: Sequence[AgentTask]) -> str:
-    """A digest of all tasks, in order."""
+    """Return a digest of all tasks, in order."""
     return hashlib.blake2b(
         msgspec.json.encode(list(tasks), order="sorted", enc_hook=jsonable), digest_size=16
     ).hexdigest()
 
 
 def line(episode: AgentEpisode, branches: int) -> EpisodeLine:
-    """The line of episodes.jsonl for an attempt."""
+    """Return the line of episodes.jsonl for an attempt."""
     assert episode.reason is not None
     return EpisodeLine(
         task=episode.index,
@@ -281,12 +281,12 @@ def line(episode: AgentEpisode, branches: int) -> EpisodeLine:
 
 
 def read_lines(path: Path) -> list[EpisodeLine]:
-    """The attempts in an episodes.jsonl, [] if there is no file."""
+    """Return the attempts in an episodes.jsonl, [] if there is no file."""
     return list(_whole_lines(path, EpisodeLine))
 
 
 def summarize_lines(lines: Sequence[EpisodeLine]) -> dict[str, Any]:
-    """Figures of a run from its attempts. `scored` and `mean_reward` are of episodes with a sampled token."""
+    """Return the figures of a run from its attempts. `scored` and `mean_reward` count episodes with a sampled token."""
     final = [entry for entry in lines if entry.final]
     rewards = [entry.reward for entry in final if entry.reward is not None and not entry.is_unsampled]
     return {
@@ -304,7 +304,7 @@ def summarize_lines(lines: Sequence[EpisodeLine]) -> dict[str, Any]:
 
 
 def episode_trajectories(episode: AgentEpisode) -> list[Trajectory]:
-    """One `Trajectory` for each branch that the server exported. Every branch has the episode's reward."""
+    """Return one `Trajectory` for each branch that the server exported. Every branch has the episode's reward."""
     if episode.trajectory is None:
         return []
     return [_trajectory(episode, branch) for branch in episode.trajectory.branches]
@@ -349,7 +349,7 @@ def _trajectory(episode: AgentEpisode, branch: Branch) -> Trajectory:
 
 
 def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:
-    """Records up to the first line that is cut off. Raises BadRequestError for a line in the middle that is damaged."""
+    """Yield the records up to the first line that is cut off. Raise BadRequestError for another damaged line."""
     if not path.exists():
         return
     for where, text in numbered_lines(path):
@@ -362,7 +362,7 @@ def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:
 
 
 def _without_repeated(lines: Sequence[EpisodeLine], file: Path) -> list[EpisodeLine]:
-    """The lines, of which an episode has one final one: the last."""
+    """Return the lines without repeated final lines: the last final line of each episode is kept."""
     last = {(entry.task, entry.member): number for number, entry in enumerate(lines) if entry.final}
     kept = [e for number, e in enumerate(lines) if not e.final or last[e.task, e.member] == number]
     if len(kept) < len(lines):
@@ -374,7 +374,7 @@ def _without_repeated(lines: Sequence[EpisodeLine], file: Path) -> list[EpisodeL
 
 
 def _rewrite(path: Path, records: Iterable[Any]) -> None:
-    """Replace a file at once with these records."""
+    """Replace the content of a file at once."""
     new = path.with_suffix(".tmp")
     new.unlink(missing_ok=True)
     append_jsonl(new, records)

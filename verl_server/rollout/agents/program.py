@@ -27,7 +27,7 @@ _RESERVED = ("VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY")
 
 
 def check_program(argv: Sequence[str], pass_env: Sequence[str]) -> list[str]:
-    """Return the command with the path of its program. Raises BadRequestError if there is none."""
+    """Return the command with the path of its program. Raise BadRequestError if there is none."""
     if not argv:
         raise BadRequestError("The agent's command is empty: pass a list such as ['python', 'my_agent.py'].")
     refused = [name for name in pass_env if name in _RESERVED]
@@ -81,7 +81,7 @@ async def run_program(
 def _environment(
     session: AgentSession, folder: Path, task_file: Path, environment_url: str | None, pass_env: Sequence[str]
 ) -> dict[str, str]:
-    """The whole environment of the program."""
+    """Return the variables of the program, which inherits none."""
     env = {name: os.environ[name] for name in pass_env if name in os.environ}
     env |= {
         "PATH": os.environ.get("PATH", os.defpath),

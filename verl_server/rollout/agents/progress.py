@@ -23,7 +23,7 @@ _LINE_SECONDS = 5.0
 
 
 class ProgressView:
-    """Counts the ends of episodes. `note` is the `on_finish` of the run."""
+    """The live view. `note`, the `on_finish` of the run, counts the ends of episodes."""
 
     def __init__(self, progress: Progress, expected: int, console: Console) -> None:
         """`expected` is the number of episodes that this run will play."""
@@ -51,7 +51,7 @@ class ProgressView:
             self._rewards.append(episode.reward)
 
     def facts(self) -> dict[str, str]:
-        """What the view shows, by name."""
+        """Return what the view shows, by name."""
         began = self._progress.began  # the start of a server is not counted
         seconds = 1e-9 if began is None else max(1e-9, time.monotonic() - began)
         waiting = self._progress.in_environment

@@ -18,7 +18,7 @@ _EPISODES = 200
 
 
 def write_run_report(folder: Path) -> Path:
-    """Write `report.html` from run.json and episodes.jsonl of the folder. Returns its path."""
+    """Write `report.html` from run.json and episodes.jsonl of the folder, and return its path."""
     settings = read_json(folder / "run.json")
     lines = read_lines(folder / "episodes.jsonl")
     final = sorted((entry for entry in lines if entry.final), key=lambda entry: (entry.task, entry.member))

@@ -19,14 +19,14 @@ Reward = RewardFunction | Literal["exit", "environment"]
 
 
 def is_scored(reward: Reward, reason: StopReason) -> bool:
-    """True if an episode with this end has a reward. A failed exit is a result where the exit is the reward."""
+    """Return True if an episode with this end has a reward. If the exit is the reward, a failed exit has one, too."""
     return reason.is_scored or (reward == "exit" and reason is StopReason.AGENT_ERROR)
 
 
 async def compute(reward: Reward, episode: AgentEpisode, seconds: float) -> float:
     """Return the reward of an ended episode.
 
-    Raises BadRequestError if a reward function raises, takes longer than `seconds` or returns no finite number.
+    Raise BadRequestError if a reward function raises, takes longer than `seconds` or returns no finite number.
     """
     if reward == "exit":
         return 1.0 if episode.reason is StopReason.DONE else 0.0

@@ -56,13 +56,13 @@ MAY_DIFFER = {
     "limits.log_bytes": "it changes the logs only",
 }
 """Settings that may differ when a run is resumed, and why (docs/runs.md). `servers`, `retries`, `max_concurrency` and
-`pass_env` are not stored: they say where and how fast episodes run."""
+`pass_env` are not stored, because they decide only where and how fast episodes run."""
 _RETRY_PAUSE = 0.05
 """Seconds before the second attempt; each further attempt waits twice as long."""
 
 
 def run_agents(agent: AgentFunction | Sequence[str], tasks: Sequence[AgentTask], **options: Any) -> AgentRun:
-    """Play all tasks and return when the last episode has ended. The options are those of `arun_agents`."""
+    """Play all tasks, and return the run when its last episode has ended. The options are those of `arun_agents`."""
     refuse_running_loop("run_agents", "Use `await arun_agents(agent, tasks, ...)`.")
     return asyncio.run(arun_agents(agent, tasks, **options))
 
@@ -105,7 +105,7 @@ async def arun_agents(
     `describe` is added to run.json and must be equal in a resumed run. `notice` logs the first episode without a
     sampled token; pass the same one to log once over several calls.
 
-    Raises BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
+    Raise BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
     `allow_open_server`. Faults of single episodes raise nothing.
     """
     agent = _checked(agent, pass_env)
@@ -186,7 +186,7 @@ async def arun_agents(
 
 
 def session_seed(seed: int, index: int, member: int) -> int:
-    """Seed of the session of one member of a task's group. Attempts at the same place share it."""
+    """Return the session seed of one member of a task's group. All attempts of the member share it."""
     digest = hashlib.blake2b(f"{seed}/{index}/{member}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
@@ -211,7 +211,7 @@ class _Run:
         self.trajectories: list[Trajectory] = []
 
     async def play(self, task: AgentTask, index: int, member: int, seed: int) -> None:
-        """Attempt a task until an attempt has a reward, or none is left."""
+        """Attempt a task until an attempt has a reward, or no attempt is left."""
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(_RETRY_PAUSE * 2 ** (attempt - 1))
@@ -274,7 +274,7 @@ async def _servers(servers: Sequence[Server] | None, model_path: str | None) -> 
 
 
 def _name(function: Any) -> str:
-    """The name of a function in run.json, with its module; or the text of an object, without addresses."""
+    """Return the name of a function, with its module, for run.json; or the text of an object, without addresses."""
     name = getattr(function, "__qualname__", None)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(function)) if name is None else f"{function.__module__}:{name}"
 

@@ -1,4 +1,4 @@
-"""`ServerPool`: the servers of an agent run. Each session is at home on one of them.
+"""`ServerPool`: the servers of an agent run. Each session belongs to one of them.
 
 A new session goes to the server that answers and has the fewest sessions of this run.
 """
@@ -20,11 +20,11 @@ from verl_server.rollout.agents.types import Server
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
-"""Seconds between two questions to a server that is away."""
+"""Seconds between two probes of a server that is away."""
 
 
 class ServerPool:
-    """Used on one event loop, with `async with`."""
+    """The servers of a run. Use it on one event loop, with `async with`."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         if not servers:
@@ -33,7 +33,7 @@ class ServerPool:
         self._open = dict.fromkeys(self.clients, 0)
         self._away: set[SessionsClient] = set()
         self._unchecked: set[SessionsClient] = set()
-        """Servers that were away when the run began. `check_closed` has not asked them."""
+        """Servers that were away when the run began, so that `check_closed` has not checked them."""
 
     async def __aenter__(self) -> ServerPool:
         return self
@@ -43,14 +43,14 @@ class ServerPool:
             await client.close()
 
     async def models(self) -> list[str]:
-        """The models of the servers that answer, in order and without repetitions."""
+        """Return the models of the servers that answer, sorted and without repetitions."""
         found = await asyncio.gather(*(client.model() for client in self.clients))
         return sorted({location(model) for model in found if model})
 
     async def check_closed(self) -> None:
         """Raise BadRequestError if one of the servers generates for callers without a key.
 
-        A server that is away is asked when it comes back. Raise ServerDiedError if all of them are away.
+        A server that is away is checked when it comes back. Raise ServerDiedError if all of them are away.
         """
         for client in self.clients:
             try:
@@ -75,9 +75,9 @@ class ServerPool:
     async def session(
         self, request: CreateSession, seconds: float
     ) -> AsyncIterator[tuple[SessionsClient, CreatedSession]]:
-        """Create a session on the server with the fewest. It counts as open inside the block.
+        """Create a session on the server with the fewest sessions, and count it as open inside the block.
 
-        Raises ServerDiedError or ServerUnavailableError if no server takes it within `seconds`.
+        Raise ServerDiedError or ServerUnavailableError if no server takes it within `seconds`.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -102,7 +102,7 @@ class ServerPool:
                 self._open[client] -= 1
 
     async def watch(self) -> None:
-        """Ask the servers that are away again, for ever."""
+        """Probe the servers that are away again and again, until this is cancelled."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             await self._probe()

@@ -1,6 +1,6 @@
 """`SessionsClient`: the owner's side of sessions on one server, over HTTP.
 
-`run_agents` and `verl-server trajectories` use it. It holds an owner's key, which no agent receives.
+`run_agents` and `verl-server trajectories` use it. It has an owner's key, which no agent receives.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Model(msgspec.Struct):
 
 
 class SessionsClient:
-    """Used on one event loop, with `async with`. Methods raise ServerDiedError if the server does not answer."""
+    """A client for one event loop, used with `async with`. Its methods raise ServerDiedError if there is no answer."""
 
     def __init__(self, url: str, api_key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`api_key` is the server's API key or admin key. `transport` replaces the network in tests."""
@@ -65,7 +65,7 @@ class SessionsClient:
         )
 
     async def create(self, request: CreateSession) -> CreatedSession:
-        """Open a session. Raises BadRequestError if the server has no key, hence no sessions."""
+        """Open a session. Raise BadRequestError if the server has no key, hence no sessions."""
         return await self._sent("POST", "/sessions", CreatedSession, request)
 
     async def reward(self, session_id: str, reward: float, name: str = "reward") -> None:
@@ -73,7 +73,7 @@ class SessionsClient:
         await self._sent("POST", f"/sessions/{session_id}/reward", Any, RewardBody(reward=reward, name=name))
 
     async def finish(self, session_id: str, reason: str) -> SessionInfo:
-        """End the session: running generations are aborted and recorded, and the session key ends."""
+        """End the session. Running generations are aborted and recorded, and the session key becomes invalid."""
         return await self._sent("POST", f"/sessions/{session_id}/finish", SessionInfo, FinishBody(reason=reason))
 
     async def trajectory(self, session_id: str) -> SessionTrajectory:
@@ -104,14 +104,14 @@ class SessionsClient:
             return
 
     async def model(self) -> str | None:
-        """The model that the server serves: a folder or a hub id. None if the server does not say, or is away."""
+        """Return the served model, a folder or a hub id; None if the server does not name it, or is away."""
         try:
             return (await self._sent("GET", "/model_info", _Model)).model_path
         except VerlServerError:
             return None
 
     async def is_open(self) -> bool:
-        """True if the server generates for callers without a key."""
+        """Return True if the server generates for callers without a key."""
         try:
             request = self._client.build_request("POST", "/generate", json={})
             del request.headers["authorization"]
@@ -121,7 +121,7 @@ class SessionsClient:
         return answer.status_code not in (401, 403)
 
     async def is_alive(self) -> bool:
-        """True if the server answers."""
+        """Return True if the server answers."""
         try:
             answer = await self._client.get("/health", timeout=5.0)
         except httpx.HTTPError:
@@ -172,7 +172,7 @@ class SessionsClient:
 
 
 def _message(answer: httpx.Response) -> str:
-    """The text of an error in any dialect's shape."""
+    """Return the text of an error in any dialect's shape."""
     try:
         content = answer.json()
     except ValueError:

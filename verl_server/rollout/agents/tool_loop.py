@@ -59,7 +59,7 @@ class ToolLoop:
 
         `max_turns` bounds the replies. `tool_seconds` bounds each call, and `result_characters` what is kept of its
         result; the policy reads an error message instead of a late or failed result. `request` has further fields of
-        each chat request (`max_tokens`, `temperature`, `tool_choice`, `chat_template_kwargs`). Raises BadRequestError
+        each chat request (`max_tokens`, `temperature`, `tool_choice`, `chat_template_kwargs`). Raise BadRequestError
         for a function that cannot be a tool.
         """
         if max_turns < 1 or result_characters < 1 or tool_seconds <= 0:
@@ -78,14 +78,14 @@ class ToolLoop:
         self._request = dict(request or {})
 
     def __repr__(self) -> str:
-        """All settings: a resumed run must have the same."""
+        """Return all settings, because a resumed run must have the same ones."""
         return (
             f"ToolLoop(tools={list(self._functions)}, max_turns={self._max_turns}, system={self._system!r}, "
             f"tool_seconds={self._seconds}, result_characters={self._characters}, request={self._request})"
         )
 
     async def __call__(self, session: AgentSession, task: AgentTask) -> str:
-        """Play one episode. Raises End with the reason if a limit ends it."""
+        """Play one episode. Raise End with the reason if a limit ends it."""
         environment = session.environment
         tools = self._tools(environment)
         messages = self._first_messages(task, environment)
@@ -140,7 +140,7 @@ class ToolLoop:
         return await run_all(self._answer(call, environment) for call in calls)
 
     async def _answer(self, call: Mapping[str, Any], environment: GuardedEnvironment | None) -> dict[str, Any]:
-        """The message that answers one call: the result, or what was wrong with the call."""
+        """Return the message that answers one call: the result, or what was wrong with the call."""
         name = call["function"]["name"]
         try:
             async with asyncio.timeout(self._seconds):
@@ -169,7 +169,7 @@ class ToolLoop:
 
 
 async def _asked(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The choice of a chat request. A server that is away, or not ready, is asked again until the runner ends this."""
+    """Send a chat request and return its choice. Repeat it while the server is away, until the runner ends this."""
     headers = {"Idempotency-Key": secrets.token_hex(16)}
     while True:
         try:
@@ -190,7 +190,7 @@ async def _asked(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str
 
 
 def _error_code(answer: httpx.Response) -> Any:
-    """The code in the body of an error, None if there is none."""
+    """Return the code in the body of an error, None if there is none."""
     if not answer.is_error:
         return None
     try:
@@ -201,7 +201,7 @@ def _error_code(answer: httpx.Response) -> Any:
 
 
 async def _function_result(tool: Tool, function: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    """Call a function, in a thread if it is not async. Raises ToolError for wrong arguments and for what it raises."""
+    """Call a function, in a thread if it is not async. Raise ToolError for wrong arguments and for what it raises."""
     work = functools.partial(function, **converted(tool, arguments))
     try:
         value = await work() if inspect.iscoroutinefunction(function) else await in_thread(work, f"tool-{tool.name}")
@@ -211,7 +211,7 @@ async def _function_result(tool: Tool, function: Callable[..., Any], arguments: 
 
 
 def _returned(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply as a message of the next request, unchanged, so that the session recognizes it."""
+    """Return a reply as a message of the next request, unchanged, so that the session recognizes it."""
     names = ("role", "content", "reasoning_content", "tool_calls")
     return {name: reply[name] for name in names if reply.get(name) is not None}
 

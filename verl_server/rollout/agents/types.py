@@ -26,7 +26,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """Seed of the environment's episode."""
     input: Any = None
-    """What the agent is told: any JSON value."""
+    """Input of the agent: any JSON value."""
     environment: dict[str, Any] = {}
     """Options for the environment of this task. The agent does not see them."""
 
@@ -92,16 +92,16 @@ class AgentSession:
 
     session_id: str
     base_url: str
-    """For OpenAI clients."""
+    """Base URL for OpenAI clients."""
     anthropic_base_url: str
-    """For Anthropic clients."""
+    """Base URL for Anthropic clients."""
     api_key: str = field(repr=False)
     """The session key. It permits generation in this session only."""
     environment: GuardedEnvironment | None = None
     """The environment without its rewards, None if the run has none."""
 
     def openai(self, **options: Any) -> Any:
-        """Return an `openai.AsyncOpenAI` client of this session. Needs the extra `agents`."""
+        """Return an `openai.AsyncOpenAI` client of this session. Raise BadRequestError without extra `agents`."""
         try:
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         except ImportError as error:
@@ -111,7 +111,7 @@ class AgentSession:
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     def anthropic(self, **options: Any) -> Any:
-        """Return an `anthropic.AsyncAnthropic` client of this session. Needs the extra `agents`."""
+        """Return an `anthropic.AsyncAnthropic` client of this session. Raise BadRequestError without extra `agents`."""
         try:
             from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
         except ImportError as error:
@@ -154,7 +154,7 @@ class AgentEpisode:
     reason: StopReason | None = None
     error: str | None = None
     exit_code: int | None = None
-    """Exit code of a program; negative: the signal that ended it."""
+    """Exit code of a program. A negative code is the signal that ended it."""
     result: Any = None
     """What an agent function returned. It is no reward by itself."""
     output: str = ""

@@ -1,7 +1,7 @@
-"""`ActionSchema`: checks actions against the JSON schema that an environment declares.
+"""`ActionSchema`: check actions against the JSON schema that an environment declares.
 
-Each environment server has one, which checks an action before each `step`, and so has each renderer of JSON actions.
-The schema itself is checked when it is created, at the start of the server or of the rollout.
+Each environment server checks an action before each `step`, and each renderer of JSON actions checks it, too. The
+schema itself is checked when the object is created, at the start of the server or of the rollout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ActionSchema:
     """The JSON schema of one environment's actions."""
 
     def __init__(self, name: str, schema: Any) -> None:
-        """`name` is the environment's name, for messages. Raises BadRequestError if `schema` is not a JSON schema."""
+        """`name` is the environment's name, for messages. Raise BadRequestError if `schema` is not a JSON schema."""
         if not isinstance(schema, dict):
             raise BadRequestError(f"{name}.action_schema must be a dict (a JSON schema), not {schema!r}.")
         self._name = name
@@ -37,7 +37,7 @@ class ActionSchema:
         self._validator = validator(schema, registry=Registry())  # an empty registry: no schema is downloaded
 
     def violation(self, action: dict[str, Any]) -> str | None:
-        """A sentence that names the field of `action` that violates the schema, and why. None if none does."""
+        """Return a sentence that names the field of `action` that violates the schema, and why; None if none does."""
         error = best_match(self._validator.iter_errors(action))
         if error is None:
             return None

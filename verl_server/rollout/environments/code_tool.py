@@ -28,7 +28,7 @@ _TOOL = {
 
 
 class CodeTool:
-    """A `TextEnvironment` with one tool. The episode has no reward of its own: pass a reward function."""
+    """A `TextEnvironment` with one tool. Its episodes have no reward, so pass a reward function."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class CodeTool:
         memory_bytes: int = 2**30,
         output_bytes: int = 16_384,
     ) -> None:
-        """`prompt` is the first observation. Raises BadRequestError if this machine cannot isolate the code."""
+        """`prompt` is the first observation. Raise BadRequestError if this machine cannot isolate the code."""
         check_isolation(isolation)
         self._prompt = prompt
         self._isolation = isolation
@@ -59,7 +59,7 @@ class CodeTool:
         return "", None, True
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Run the program. A program that fails, or runs too long, is a result with its message."""
+        """Run the program and return its output. If it fails or runs too long, return its message."""
         code = arguments.get("code")
         if name != "run_python" or not isinstance(code, str):
             raise BadRequestError('The tool is run_python with the arguments {"code": PROGRAM}.')

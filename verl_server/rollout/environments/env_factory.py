@@ -29,7 +29,7 @@ METHODS = {"reset": "reset(seed=None)", "step": "step(action)"}
 
 
 def load_factory(environment: str, kwargs: dict[str, Any] | None = None) -> EnvFactory:
-    """The factory named "MODULE:CLASS" or "FILE.py:CLASS", with its keyword arguments bound.
+    """Return the factory named "MODULE:CLASS" or "FILE.py:CLASS", with its keyword arguments bound.
 
     A module is looked up in the current folder first, then among the installed packages.
     """
@@ -47,7 +47,7 @@ def load_factory(environment: str, kwargs: dict[str, Any] | None = None) -> EnvF
 
 
 def load_module(named: str, what: str) -> tuple[ModuleType, str]:
-    """The module of "MODULE:NAME" or "FILE.py:NAME", and the name. `what` describes the object in errors."""
+    """Return the module of "MODULE:NAME" or "FILE.py:NAME", and the name. `what` describes the object in errors."""
     where, _, name = named.rpartition(":")
     if not where or not name:
         raise BadRequestError(f"Name the {what} as MODULE:CLASS or FILE.py:CLASS, not {named!r}.")
@@ -55,7 +55,7 @@ def load_module(named: str, what: str) -> tuple[ModuleType, str]:
 
 
 def load_function(named: str, what: str) -> Callable[..., Any]:
-    """The function named "MODULE:FUNCTION" or "FILE.py:FUNCTION". `what` describes it in errors."""
+    """Return the function named "MODULE:FUNCTION" or "FILE.py:FUNCTION". `what` describes it in errors."""
     module, name = load_module(named, what)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
@@ -69,7 +69,7 @@ def load_function(named: str, what: str) -> Callable[..., Any]:
 
 
 def missing_method(environment: Any) -> str | None:
-    """The signature of the first method that an environment (or its class) lacks, None if it has all."""
+    """Return the signature of the first method that an environment (or its class) lacks, None if it has all."""
     return next((written for name, written in METHODS.items() if not callable(getattr(environment, name, None))), None)
 
 
@@ -99,7 +99,7 @@ def _import_module(name: str, folder: str) -> ModuleType:
 
 
 def _raised_at(error: Exception) -> str:
-    """A sentence that names the line of the user's code that raised, "" if none did."""
+    """Return a sentence that names the line of the user's code that raised, "" if none did."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     last = frames[-1]
     return "" if last.filename == __file__ else f" Raised at {last.filename}:{last.lineno}."
@@ -143,7 +143,7 @@ def _check_arguments(environment: str, factory: EnvFactory, kwargs: dict[str, An
 
 
 def accepted(method: Callable[..., Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The entries of `data` that `method` takes as keyword arguments: OpenEnv's reset options are hints."""
+    """Return the entries of `data` that `method` takes as keyword arguments. OpenEnv's reset options are hints."""
     parameters = inspect.signature(method).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return data

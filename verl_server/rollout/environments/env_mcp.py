@@ -1,4 +1,4 @@
-"""`/mcp`: serves the tools of an environment as JSON-RPC, over HTTP and over a WebSocket.
+"""`/mcp`: serve the tools of an environment as JSON-RPC, over HTTP and over a WebSocket.
 
 `env_server` mounts the routes, and passes on the `mcp` messages of its own WebSocket. A request is answered on an
 environment: that of the connection, that of the session it names, or one that ends with the request. Clients of OpenEnv
@@ -154,11 +154,11 @@ class McpRoutes:
         named: str | None = None,
         created: list[McpSession] | None = None,
     ) -> bytes | None:
-        """The response to a message as JSON, None to a notification.
+        """Return the response to a message as JSON, None to a notification.
 
-        `own` is the session of the message's connection. `named` is the id of a header, which counts if the message's
-        parameters name no session. A session that `initialize` creates is appended to `created`; without this list it
-        creates none.
+        `own` is the session of the message's connection. `named` is the id in a header, which is used if the message's
+        parameters name no session. A session that `initialize` creates is appended to `created`; without this list,
+        `initialize` creates none.
         """
         identifier = None
         try:
@@ -267,7 +267,7 @@ class McpRoutes:
         return {"session_id": session_id, "closed": True}
 
     def _touch(self, session: McpSession) -> None:
-        """Let a session's idle time begin again."""
+        """Restart a session's idle time."""
         if session.expiry is not None:
             session.expiry.cancel()
         if session.id in self._sessions:

@@ -1,4 +1,4 @@
-"""`EnvPool`: creates the environments of an environment server, and bounds how many exist at one time.
+"""`EnvPool`: create the environments of an environment server, and bound how many exist at one time.
 
 The connections of `env_server` and the sessions of `env_mcp` take their environments from one pool.
 """
@@ -20,7 +20,7 @@ class EnvPool:
         self.concurrent_envs = 0
 
     def open(self) -> HostedEnv:
-        """Take room for one environment, until `close`. Raises EnvMessageError CAPACITY_REACHED if there is none."""
+        """Take room for one environment, until `close`. Raise EnvMessageError CAPACITY_REACHED if there is none."""
         if self.concurrent_envs >= self.max_concurrent_envs:
             raise EnvMessageError("CAPACITY_REACHED", f"All {self.max_concurrent_envs} environments are taken.")
         self.concurrent_envs += 1

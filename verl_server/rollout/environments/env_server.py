@@ -1,4 +1,4 @@
-"""The environment server: serves an `Environment` class over HTTP with OpenEnv's protocol.
+"""The environment server: an `Environment` class over HTTP with OpenEnv's protocol.
 
 `create_env_app(factory)` is the ASGI application. Each WebSocket connection at `/ws` owns one environment. `/health`,
 `/metadata`, `/schema` and the one-shot `/reset`, `/step` and `/state` answer as OpenEnv's server does, so OpenEnv's own
@@ -179,12 +179,12 @@ def create_env_app(
     host: str = "127.0.0.1",
     api_key: str | None = None,
 ) -> ASGIApp:
-    """The application that serves environments made by `factory()`, one for each WebSocket connection or MCP session.
+    """Return an application that serves environments made by `factory()`, one a WebSocket connection or MCP session.
 
     While `max_concurrent_envs` of them are open, a further client receives the error CAPACITY_REACHED. A connection
     that has carried no message for `idle_timeout` seconds is closed, and so is a session. A tool call that takes longer
     than `tool_timeout` seconds fails. `host` is the address on which the server will listen. With `api_key`, every
-    route but `/health` needs it. Raises BadRequestError if the factory declares an `action_schema` that is not a
+    route but `/health` needs it. Raise BadRequestError if the factory declares an `action_schema` that is not a
     JSON schema, or a tool whose arguments have none.
     """
     if not tool_timeout > 0:
@@ -246,9 +246,9 @@ def _message(text: str | None) -> _Message:
 
 
 async def _played(call: Awaitable[dict[str, Any]], kind: str | None = None) -> bytes:
-    """The result of a call into the environment as JSON, inside a message of type `kind` if that is given.
+    """Return the result of a call into the environment as JSON, inside a message of type `kind` if that is given.
 
-    Every exception of the environment is raised as an EnvMessageError.
+    Raise an exception of the environment as an EnvMessageError.
     """
     try:
         data = await call
@@ -293,7 +293,7 @@ class EnvServer:
         """Start a server for "MODULE:CLASS" or "FILE.py:CLASS" and wait until it answers.
 
         `kwargs` are the keyword arguments of the class. Port 0 selects a free port. A `host` that is not loopback needs
-        `api_key`, which clients send (VERL_ENV_API_KEY), or `allow_unauthenticated`. Raises BadRequestError without it,
+        `api_key`, which clients send (VERL_ENV_API_KEY), or `allow_unauthenticated`. Raise BadRequestError without it,
         and ServerLaunchError if the
         environment cannot be loaded or the server takes longer than `startup_timeout` seconds.
         """
@@ -332,7 +332,7 @@ class EnvServer:
 
 
 def make_server(app: ASGIApp, connection_limit: int) -> GuardedServer:
-    """A server for large messages, long steps and many connections at once."""
+    """Return a server for large messages, long steps and many connections at once."""
     return GuardedServer(
         app,
         connection_limit,

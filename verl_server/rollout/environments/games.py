@@ -32,7 +32,7 @@ class HeavyTail:
         self._cap = cap
 
     def seconds(self, episode: str, n: int) -> float:
-        """The n-th waiting time of an episode, in seconds."""
+        """Return the n-th waiting time of an episode, in seconds."""
         digest = hashlib.sha256(f"{episode}/{n}".encode()).digest()
         normal = random.Random(digest).gauss(0.0, 1.0)
         return self._median * min(math.exp(self._sigma * normal), self._cap)
@@ -86,12 +86,12 @@ class GuessNumber:
 
     @staticmethod
     def hidden(seed: int, numbers: int) -> int:
-        """The hidden number of the episode with this seed."""
+        """Return the hidden number of the episode with this seed."""
         return random.Random(seed).randint(1, numbers)
 
     @staticmethod
     def best_without_feedback(seeds: Iterable[int], numbers: int, guesses: int) -> float:
-        """Success rate, on these seeds, of the best policy that ignores the answers.
+        """Return the success rate, on these seeds, of the best policy that ignores the answers.
 
         The guesses of such a policy do not depend on the hidden number. So it is no better than the best fixed list of
         `guesses` numbers, which in hindsight are the numbers that were hidden most often.

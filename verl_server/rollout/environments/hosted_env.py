@@ -62,7 +62,7 @@ class HostedEnv:
         return await self._call(getattr(self._environment, method), **arguments)
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Play an action. Raises EnvMessageError, without a call to `step`, if the action violates the schema."""
+        """Play an action. Raise EnvMessageError, without a call to `step`, if the action violates the schema."""
         if self._environment is None:
             raise EnvMessageError("EXECUTION_ERROR", "step before reset: this connection has no episode yet.")
         violation = self._action_schema.violation(action) if self._action_schema is not None else None
@@ -73,7 +73,7 @@ class HostedEnv:
         return {"observation": observation, "reward": reward, "done": done}
 
     async def state(self) -> dict[str, Any]:
-        """The environment's `state` property, {} if it has none."""
+        """Return the environment's `state` property, {} if it has none."""
         state = getattr(self._environment, "state", None)
         if state is not None and not isinstance(state, Mapping):
             raise _bad_return(self._name("state"), "be a property that is a dict", state)
@@ -117,7 +117,7 @@ class HostedEnv:
 
 
 def reset_observation(returned: Any, method: str) -> dict[str, Any]:
-    """The observation in `returned`, which is an observation or (observation, info). `method` is for messages."""
+    """Return the observation in `returned`: an observation or (observation, info). `method` is for messages."""
     match returned:
         case (observation, dict()):
             pass
@@ -129,7 +129,7 @@ def reset_observation(returned: Any, method: str) -> dict[str, Any]:
 
 
 def step_result(returned: Any, method: str) -> tuple[dict[str, Any], float | None, bool]:
-    """(observation, reward, done) from `returned`, in either of the two forms. `method` is for messages.
+    """Return (observation, reward, done) from `returned`, in either of the two forms. `method` is for messages.
 
     An episode that Gymnasium calls truncated is done. `info` is dropped: OpenEnv's protocol has no field for it.
     """

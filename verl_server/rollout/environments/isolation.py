@@ -30,7 +30,7 @@ def check_isolation(isolation: str) -> None:
 
 
 def isolated(argv: Sequence[str], isolation: Isolation) -> list[str]:
-    """The command that runs `argv` under the isolation."""
+    """Return the command that runs `argv` under the isolation."""
     check_isolation(isolation)
     if isolation == "none":
         return list(argv)

@@ -17,7 +17,7 @@ from verl_server.rollout.environment import EnvError, EnvTimeoutError
 
 
 class McpTools:
-    """A `TextEnvironment` with the tools of one server. The episode has no reward of its own: pass a function."""
+    """A `TextEnvironment` with the tools of one server. Its episodes have no reward, so pass a reward function."""
 
     def __init__(
         self,
@@ -63,7 +63,10 @@ class McpTools:
         return "", None, True
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool. A tool's own error is a result; a server that does not answer raises EnvTimeoutError."""
+        """Call a tool and return its result, or its own error, as text.
+
+        Raise EnvTimeoutError if the server does not answer, and EnvError if it fails or has ended.
+        """
         if self._owner is None or self._owner.done() or self._session is None:
             raise EnvError(f"The MCP server {self._server} has ended.")
         answer = asyncio.ensure_future(self._session.call_tool(name, arguments))

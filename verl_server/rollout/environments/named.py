@@ -29,17 +29,17 @@ def command_words(text: str, setting: str) -> list[str]:
 
 
 def is_named(text: str) -> bool:
-    """True if the text names an environment of a package, in place of a file."""
+    """Return True if the text names an environment of a package, in place of a file."""
     return text.startswith(_FAMILIES)
 
 
 def has_reward(text: str) -> bool:
-    """False if the named environment has tools only, so that a run needs a reward function."""
+    """Return False if the named environment has tools only, so that a run needs a reward function."""
     return text != "code" and not text.startswith("mcp:")
 
 
 def environment_named(text: str) -> MakeEnvironment:
-    """Return the factory. Raises BadRequestError if the package, or the name in it, does not exist."""
+    """Return the factory of an environment. Raise BadRequestError if the package, or the name in it, does not exist."""
     family, _, name = text.partition(":")
     if is_named(text) and not name:
         raise BadRequestError(f"{text!r} has no name behind the colon, such as reasoning-gym:chain_sum.")

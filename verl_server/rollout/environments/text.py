@@ -23,7 +23,7 @@ class TextEnvironment(Protocol):
         ...
 
     async def step(self, text: str) -> tuple[str, float | None, bool]:
-        """Play the policy's text. Returns (observation, reward or None, done)."""
+        """Play the policy's text. Return (observation, reward or None, done)."""
         ...
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:

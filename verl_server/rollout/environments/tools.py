@@ -52,7 +52,7 @@ def tool(method: Method) -> Method:
     The tool has the name of the method. The first paragraph of its docstring is the tool's description. The annotations
     of its parameters are the schema of its arguments, which are converted to the annotated types before the call
     (`typing.Annotated[str, msgspec.Meta(description="...")]` describes a parameter). The method returns a value that
-    can be written as JSON. Raises BadRequestError for a name that OpenEnv keeps for its own calls, and for an object
+    can be written as JSON. Raise BadRequestError for a name that OpenEnv keeps for its own calls, and for an object
     that is no plain method.
     """
     name = getattr(method, "__name__", repr(method))
@@ -92,7 +92,7 @@ class ToolResult:
     """True if `act` ended the episode."""
 
     def mcp(self) -> dict[str, Any]:
-        """The result as MCP defines it, and `data`, the value itself, which OpenEnv's clients read."""
+        """Return the result as MCP defines it, with `data`, the value itself, which OpenEnv's clients read."""
         structured = self.value if isinstance(self.value, dict) else {"result": self.value}
         content = [{"type": "text", "text": self.text}]
         return {"content": content, "structuredContent": structured, "isError": False, "data": self.value}
@@ -102,7 +102,7 @@ class Toolbox:
     """The tools of one class of environments: its declared ones, or `act` if it has an action schema only."""
 
     def __init__(self, name: str, factory: EnvFactory, action_schema: ActionSchema | None, timeout: float) -> None:
-        """`timeout` bounds one call, in seconds. Raises BadRequestError if a tool's signature has no JSON schema."""
+        """`timeout` bounds one call, in seconds. Raise BadRequestError if a tool's signature has no JSON schema."""
         self.name = name
         self.timeout = timeout
         self._action_schema = action_schema
@@ -113,7 +113,7 @@ class Toolbox:
             self.tools = {ACT: _act(name, action_schema)}
 
     def takes(self, action: dict[str, Any]) -> bool:
-        """True if an action is meant for the tools, as OpenEnv's tool client sends it, and not for `step`."""
+        """Return True if an action is for the tools, as OpenEnv's tool client sends it, and not for `step`."""
         if action.get("type") not in ("list_tools", "call_tool") or not self.tools:
             return False
         return self.is_declared or (
@@ -142,7 +142,7 @@ class Toolbox:
         return {"observation": observation, "reward": result.reward, "done": result.done}
 
     async def call(self, hosted: HostedEnv, name: Any, arguments: Any) -> ToolResult:
-        """Call a tool. An environment without an episode is reset first. Raises ToolError for every failure."""
+        """Call a tool. An environment without an episode is reset first. Raise ToolError for every failure."""
         entry = self.tools.get(name) if isinstance(name, str) else None
         if entry is None:
             names = ", ".join(self.tools) or "none"
@@ -165,7 +165,7 @@ class Toolbox:
 
 
 def _declared(factory: EnvFactory) -> list[Callable[..., Any]]:
-    """The marked methods of a class, in the order of their definition, those of its base classes first."""
+    """Return the marked methods of a class, in the order of their definition, those of its base classes first."""
     owner = getattr(factory, "environment_class", factory)
     bases = reversed(owner.__mro__) if inspect.isclass(owner) else ()
     members = {name: member for base in bases for name, member in vars(base).items()}
@@ -173,14 +173,14 @@ def _declared(factory: EnvFactory) -> list[Callable[..., Any]]:
 
 
 def function_tool(function: Callable[..., Any]) -> Tool:
-    """Describe a function, async or not, as a tool. Raises BadRequestError if its signature has no JSON schema."""
+    """Describe a function, async or not, as a tool. Raise BadRequestError if its signature has no JSON schema."""
     if not inspect.isroutine(function):
         raise BadRequestError(f"A tool must be a function, not an object of type {type(function).__name__}.")
     return _described(function.__module__, function, bound=False)
 
 
 def _described(owner: str, method: Callable[..., Any], *, bound: bool) -> Tool:
-    """`bound`: the first parameter is the object, which is no argument of the tool."""
+    """Return the description of a tool. With `bound`, the first parameter is the object, which is no argument."""
     name = method.__name__
     try:
         hints = typing.get_type_hints(method, include_extras=True)
@@ -219,7 +219,7 @@ def _act(owner: str, action_schema: ActionSchema) -> Tool:
 
 
 def converted(entry: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the types of the signature. Raises ToolError if one is missing, unknown or wrong."""
+    """Return the arguments with the types of the signature. Raise ToolError if one is missing, unknown or wrong."""
     if entry.arguments is None:
         return arguments
     try:
@@ -248,7 +248,7 @@ async def _bounded(what: str, seconds: float, bound: str) -> AsyncIterator[None]
 
 
 def value_text(name: str, value: Any) -> str:
-    """Return what a tool returned as text: itself, or its JSON. Raises ToolError if JSON cannot express it."""
+    """Return what a tool returned as text: itself, or its JSON. Raise ToolError if JSON cannot express it."""
     if isinstance(value, str):
         return value
     try:
