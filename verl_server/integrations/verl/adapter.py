@@ -49,7 +49,7 @@ class ServerAdapter(BaseRollout):
         device_mesh: DeviceMesh | None,
         replica_rank: int = -1,
     ) -> None:
-        """`replica_rank`: -1 if the ranks of the process group form several replicas, of consecutive ranks each."""
+        """`replica_rank` is -1 if the ranks of the process group form several replicas, of consecutive ranks each."""
         super().__init__(config, model_config, device_mesh)
         rank, size = int(os.environ["RANK"]), self.config.tensor_model_parallel_size
         self._replica_size = size

@@ -158,7 +158,7 @@ class VerlServerCheckpointEngine(CheckpointEngine):
         """Make every server serve the weights of all trainer ranks, with the label `global_steps`.
 
         All trainer ranks call it together. Every rank iterates `weights`, which bring every parameter: full tensors,
-        or `ShardedWeights`. Raises on every rank if a server or a rank failed. A server then serves its old weights or
+        or `ShardedWeights`. Raise on every rank if a server or a rank failed. A server then serves its old weights or
         the new weights, or refuses to generate until the next push that succeeds.
         """
         if self._connection is None:

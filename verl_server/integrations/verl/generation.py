@@ -46,7 +46,7 @@ def generate_request(
     The request has no `session_id`, because `request_id` names no conversation. verl's `LLMServerClient` sends a new id
     for each turn or, with `full_determinism`, the same ids in each step.
 
-    `context_length` is the most tokens in prompt and output together. Raises BadRequestError for an unknown sampling
+    `context_length` is the most tokens in prompt and output together. Raise BadRequestError for an unknown sampling
     parameter, and ContextLengthError for a prompt that is too long.
     """
     params = _sampling_params(sampling_params, options)
@@ -110,7 +110,7 @@ def _seed(seed: int, request_id: str, prompt_tokens: int) -> int:
 def output_fields(result: GenerateResult, request: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of verl's `TokenOutput` for the result of `request`.
 
-    Raises VerlServerError if the log-probabilities do not match the tokens.
+    Raise VerlServerError if the log-probabilities do not match the tokens.
     """
     meta, token_ids = result["meta_info"], list(result["output_ids"])
     finish = meta["finish_reason"]

@@ -22,7 +22,7 @@ _TIMEOUT = 120.0
 def uuid_of(gpu_id: str) -> str:
     """Return the UUID of a GPU. `gpu_id`: Ray's id of the GPU, which is a UUID or an index in the order of the PCI bus.
 
-    Raises BadRequestError for a part of a GPU (MIG).
+    Raise BadRequestError for a part of a GPU (MIG).
     """
     uuid, mig_mode = ("", "Enabled") if gpu_id.startswith("MIG-") else _query(gpu_id, "uuid,mig.mode.current")
     if mig_mode == "Enabled":

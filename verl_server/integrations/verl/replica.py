@@ -59,7 +59,7 @@ class VerlServerReplica(RolloutReplica):
     """One server of this package, on the GPUs of `tensor_model_parallel_size` workers of one node."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Same arguments as verl's base class. Raises BadRequestError for settings that are not supported."""
+        """Take the arguments of verl's base class. Raise BadRequestError for settings that are not supported."""
         super().__init__(*args, **kwargs)
         check_supported(self.config, self.model_config)
         log_without_effect(self.config)

@@ -121,7 +121,7 @@ class ServerSet:
     """Connections of one process to several servers. A call returns or raises when all servers have answered."""
 
     def __init__(self, bucket_bytes: int) -> None:
-        """`bucket_bytes`: bytes of a broadcast."""
+        """`bucket_bytes` is the number of bytes of a broadcast."""
         self._bucket_bytes = bucket_bytes
         self._readers: list[HttpServerEngineAdapter] = []
         """Servers that read the memory of the trainer."""

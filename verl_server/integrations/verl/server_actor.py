@@ -55,7 +55,7 @@ class ServerActor:
     """
 
     def __init__(self, settings: dict[str, Any], options: ServingOptions | None = None, profiler: Any = None) -> None:
-        """`settings`: keywords of `ServerArgs`. `profiler`: verl's `DistProfiler` of this replica, or None."""
+        """`settings` are keywords of `ServerArgs`. `profiler` is verl's `DistProfiler` of this replica, or None."""
         self._settings = settings
         self._options = options or ServingOptions()
         self._profiler = profiler
@@ -76,7 +76,7 @@ class ServerActor:
     # -- start and end --------------------------------------------------------------------------------------
 
     async def launch(self) -> None:
-        """Start the server on this node, and return when it is ready. Raises ServerLaunchError with its log."""
+        """Start the server on this node, and return when it is ready. Raise ServerLaunchError with its log."""
         host = ray.util.get_node_ip_address().strip("[]")
         network = {"host": host, "port": 0, "allow_unauthenticated": True}
         # The replica makes Ray keep the node's own value, which may be a part of the host's GPUs. The server finds its
@@ -265,7 +265,7 @@ class ServerActor:
             await self.release_memory(["kv_cache"] if is_alone else ["kv_cache", "weights"])
 
     async def wake_up(self) -> None:
-        """Resume what `sleep` released. Raises BadRequestError for a hybrid server: an update wakes it."""
+        """Resume what `sleep` released. Raise BadRequestError for a hybrid server: an update wakes it."""
         if self._options.mode == "hybrid":
             raise BadRequestError(
                 "wake_up is not supported by a hybrid replica: its weights have no contents after sleep, and the "
@@ -274,7 +274,7 @@ class ServerActor:
         await self.resume_memory(["weights", "kv_cache"])
 
     async def clear_kv_cache(self) -> None:
-        """Empty the prefix cache. (An update of the weights does that by itself.)"""
+        """Empty the prefix cache. An update of the weights does that by itself."""
         server = self._running()
         timeout = server.server_args.control_timeout
         if "kv_cache" not in self._released and not await asyncio.to_thread(server.flush_cache, timeout):

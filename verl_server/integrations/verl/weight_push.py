@@ -59,8 +59,8 @@ class ShardedWeights:
     ) -> None:
         """`shards` are (name, `DTensor` or whole tensor) pairs; iterating them takes part in no collective.
 
-        `gathered` returns an iterator over full tensors. `stay_in_place`: the memory of the shards is the trainer's
-        own and stays until the next update; otherwise it is made for this update.
+        `gathered` returns an iterator over full tensors. With `stay_in_place`, the memory of the shards belongs to the
+        trainer and stays until the next update; otherwise it is allocated for this update.
         """
         self.shards, self.stay_in_place = shards, stay_in_place
         self._gathered = gathered
@@ -79,8 +79,8 @@ class WeightPush:
     """Updates the server of this rank's replica. All trainer ranks call `update` together."""
 
     def __init__(self, ranks: TrainerRanks, engine: UpdatedEngine, bucket_bytes: int) -> None:
-        """`engine` is attached to the replica's server. `bucket_bytes`: most bytes of a bucket on a rank, unless one
-        tensor is larger."""
+        """`engine` is attached to the replica's server. `bucket_bytes` is the most bytes of a bucket on a rank, unless
+        one tensor is larger."""
         self._ranks, self._engine, self._bucket_bytes = ranks, engine, bucket_bytes
         self._has_transaction = False
         self._has_warned = False
@@ -88,7 +88,7 @@ class WeightPush:
     def update(self, weights: Iterable[Named], version: str) -> None:
         """Serve `weights` under the label `version`.
 
-        Every parameter must come. Raises an error on every rank if a server, or the iterator of a rank, failed. Then
+        Every parameter must come. Raise an error on every rank if a server, or the iterator of a rank, failed. Then
         each server serves its old weights, refuses to generate until the next update, or serves the new ones if only
         another replica failed.
         """
@@ -175,7 +175,7 @@ class _Buckets:
     """Cuts an iterator over weights into buckets, at the same tensors on every rank."""
 
     def __init__(self, weights: Iterable[Named], limit: int, *, gather: bool) -> None:
-        """`limit`: bytes of a bucket. `gather`: replace sharded tensors by full tensors."""
+        """`limit` is the number of bytes of a bucket. With `gather`, full tensors replace sharded tensors."""
         self._weights = iter(weights)
         self._limit, self._gather = limit, gather
         self._next: Named | None = None
