@@ -16,13 +16,13 @@ _FIELDS = tl.constexpr(FIELDS)
 
 
 class TileCopies:
-    """Launches that copy what the tables say, compiled and loaded; the tables lie on the device."""
+    """Compiled and loaded launches that run the copies of the tables. The tables are on the device."""
 
     def __init__(self, tables: Sequence[Table], device: torch.device, *, num_warps: int) -> None:
-        """Waits for the current stream, after which any stream may launch. Raises whatever Triton does if it cannot."""
+        """Compile the launches, and wait for the current stream, so that any stream may launch. Triton may raise."""
         self._device = device
-        # Page-locked host memory, which the kernel writes only if it sees NaN or infinity: nothing has to be cleared on
-        # the device before a copy, nor fetched from it afterwards.
+        # The flags are in page-locked host memory, which the kernel writes only if it sees NaN or infinity. So nothing
+        # has to be cleared on the device before a copy, nor fetched from the device afterwards.
         self._seen = [torch.zeros(len(table.pairs), dtype=torch.int32, pin_memory=True) for table in tables]
         self._pairs = [table.pairs for table in tables]
         with torch.cuda.device(device):
@@ -40,7 +40,7 @@ class TileCopies:
                 launch()
 
     def nonfinite(self) -> list[int]:
-        """The pairs to whose destinations the last run, which the device has done, wrote NaN or infinity."""
+        """Return the pairs to whose destinations the last run, which the device has done, wrote NaN or infinity."""
         found = (
             pairs[i]
             for seen, pairs in zip(self._seen, self._pairs, strict=True)
@@ -50,7 +50,7 @@ class TileCopies:
 
 
 def _prepared(table: Table, seen: torch.Tensor, device: torch.device, num_warps: int) -> Callable[[], object]:
-    """A launch without anything left to find out: only its arguments travel."""
+    """Return a launch that is completely prepared, so that a call passes its arguments only."""
     records, tiles, constants = table.records.to(device), table.tiles.to(device), kernel_constants(table)
     kernel = requested(table, seen, num_warps)
     # The first launch loads the code. An empty record makes it copy nothing.
@@ -59,13 +59,13 @@ def _prepared(table: Table, seen: torch.Tensor, device: torch.device, num_warps:
 
 
 def requested(table: Table, seen: torch.Tensor, num_warps: int) -> Any:
-    """The compiled kernel for a table. It depends on dtypes and constants only, not on where the tensors lie."""
+    """Return the compiled kernel for a table. It depends on dtypes and constants only, not on addresses."""
     constants = kernel_constants(table)
     return copy_tiles.warmup(table.records, table.tiles, seen, *constants, grid=(1,), num_warps=num_warps)
 
 
 def kernel_constants(table: Table) -> tuple[Any, ...]:
-    """The constants that `copy_tiles` is compiled with."""
+    """Return the constants that `copy_tiles` is compiled with."""
     kind = table.kind
     bits = _type(INTEGERS[kind.destination.itemsize])
     return _type(kind.source), _type(kind.destination), kind.vector, table.tile_words, bits, *kind.exponents
@@ -97,7 +97,7 @@ def copy_tiles(
     tile = tiles + tl.program_id(0).to(tl.int64) * 2
     index = tl.load(tile).to(tl.int64)
     record = records + index * _FIELDS
-    # The table promises, and the compiler cannot know, that words are aligned.
+    # The table guarantees that words are aligned, which the compiler cannot know.
     source = tl.multiple_of(
         tl.load(record).to(tl.pointer_type(SOURCE)), min(16, VECTOR * SOURCE.primitive_bitwidth // 8)
     )
@@ -113,7 +113,7 @@ def copy_tiles(
         bits = _move(source + start * VECTOR, destination + start * VECTOR, lane, lane, inside, VECTOR, BITS)
     else:
         first_row = start // row_words
-        # Counted from the start of the tile's first row: fits 32 bits, in which division is cheap.
+        # The number counts from the start of the tile's first row. It fits 32 bits, in which division is cheap.
         word = lane + (start - first_row * row_words).to(tl.int32)
         row = word // row_words.to(tl.int32)
         column = word - row * row_words.to(tl.int32)
@@ -136,7 +136,7 @@ def _move(
     VECTOR: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Copy words, converting as torch does: from double to 16 bits through float32. Returns what was written."""
+    """Copy words, converting as torch does: from double to 16 bits through float32. Return what was written."""
     element = tl.arange(0, VECTOR)[None, :]
     values = tl.load(source + (from_word * VECTOR)[:, None] + element, mask=inside[:, None])
     if source.dtype != destination.dtype:

@@ -1,7 +1,7 @@
-"""Tables of a fused copy: pairs of tensors as rows of words, the rows cut into tiles.
+"""Tables of a fused copy: pairs of tensors as rows of words, which are cut into tiles.
 
-`CopyPlan` makes the tables on the host, `copy_kernel` runs one program for each tile. Everything is decided here,
-from shapes, strides and addresses; the kernel only looks its work up.
+`CopyPlan` makes the tables on the host, `copy_kernel` runs one program for each tile. Shapes, strides and addresses
+decide here what is copied; the kernel only reads its work from the tables.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CONVERTIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Rows(NamedTuple):
-    """A pair of equal shape as `rows` x `columns`: what is adjacent in a row is so on both sides."""
+    """A pair of equal shape as `rows` x `columns`. The elements of a row are adjacent on both sides."""
 
     rows: int
     columns: int
     destination_stride: int
-    """Elements from row to row; likewise `source_stride`. 0 if there is one row."""
+    """Elements from row to row, 0 if there is one row. `source_stride` is the same for the source."""
     source_stride: int
 
 
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
     vector: int
     """Elements in a word."""
     numbers: torch.dtype
-    """dtype of the tensors that are written; `destination` may be an integer of their bits."""
+    """dtype of the tensors that are written. `destination` may be an integer with their bits."""
 
     @property
     def exponents(self) -> Bits:
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
         return exponent_bits(self.numbers, self.destination.itemsize)
 
     def tile_words(self, tile_bytes: int) -> int:
-        """Words in a tile, a power of two if `tile_bytes`, which counts the wider side, is one."""
+        """Return the words in a tile: a power of two if `tile_bytes`, which counts the wider side, is one."""
         word_bytes = self.vector * max(self.source.itemsize, self.destination.itemsize)
         return min(tile_bytes // word_bytes, _MAX_TILE_WORDS)
 
@@ -73,7 +73,7 @@ class Table:
 
 
 def as_rows(destination: Tensor, source: Tensor) -> Rows | None:
-    """The pair's elements, in any order, as rows that are contiguous on both sides; None if that takes more dimensions.
+    """Return the pair's elements, in any order, as rows that are contiguous on both sides; None if that is impossible.
 
     Elements that have no neighbours are rows of one column.
     """
@@ -96,7 +96,7 @@ def as_rows(destination: Tensor, source: Tensor) -> Rows | None:
 def build_tables(
     pairs: Sequence[tuple[Tensor, Tensor]], tile_bytes: int, links: Sequence[int] | None = None
 ) -> tuple[list[Table], list[int]]:
-    """Tables that cover the pairs, and the indices of pairs that no table can take. `links`: see `CopyPlan`."""
+    """Return tables that cover the pairs, and the indices of pairs that no table can take. `links`: see `CopyPlan`."""
     records: dict[Kind, list[tuple[int, ...]]] = {}
     pairs_of: dict[Kind, list[int]] = {}
     left = []
@@ -116,7 +116,7 @@ def build_tables(
 
 
 def _table(kind: Kind, blocks: list[tuple[int, ...]], pairs: list[int], links: list[int], tile_words: int) -> Table:
-    """`blocks`: the records, and for each of them its pair and its link."""
+    """Return the table of some blocks. `pairs` and `links` have the pair and the link of each block."""
     records = torch.tensor(blocks, dtype=torch.int64)
     counts = (records[:, 2] + tile_words - 1) // tile_words
     owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
@@ -126,7 +126,7 @@ def _table(kind: Kind, blocks: list[tuple[int, ...]], pairs: list[int], links: l
 
 
 def _spread(links: Tensor) -> Tensor:
-    """An order of tiles in which those of each link are spread evenly over the whole, so that all links are busy."""
+    """Return an order of tiles that spreads the tiles of each link evenly, so that all links are busy."""
     position = torch.empty(len(links), dtype=torch.float64)
     for link in sorted(set(links.tolist())):
         mine = (links == link).nonzero().squeeze(1)
@@ -135,7 +135,7 @@ def _spread(links: Tensor) -> Tensor:
 
 
 def _blocks(destination: Tensor, source: Tensor) -> list[tuple[Kind, tuple[int, ...]]]:
-    """The pair's words, and the elements at its end that do not fill one. Empty: this pair is not for the kernel."""
+    """Return the pair's words, and the elements at its end that do not fill a word; [] if the kernel cannot copy it."""
     rows = as_rows(destination, source)
     converts = destination.dtype != source.dtype
     if rows is None or (converts and not {destination.dtype, source.dtype} <= set(_CONVERTIBLE)):
@@ -159,7 +159,7 @@ def _blocks(destination: Tensor, source: Tensor) -> list[tuple[Kind, tuple[int, 
 
 
 def _block(destination: Tensor, source: Tensor, rows: Rows, vector: int, skip: int) -> tuple[Kind, tuple[int, ...]]:
-    """Rows that start `skip` elements into the pair, in words of `vector` elements."""
+    """Return the record of rows that start `skip` elements into the pair, in words of `vector` elements."""
     row_words = rows.columns // vector
     return _kind(destination.dtype, source.dtype, vector), (
         source.data_ptr() + skip * source.itemsize,
@@ -180,5 +180,5 @@ def _kind(destination: torch.dtype, source: torch.dtype, vector: int) -> Kind:
 
 
 def _lowest_bit(number: int) -> int:
-    """The largest power of two that divides it."""
+    """Return the largest power of two that divides `number`."""
     return number & -number

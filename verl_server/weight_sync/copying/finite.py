@@ -1,8 +1,8 @@
-"""Finds NaN and infinity in the bits that a copy moves.
+"""The search for NaN and infinity in the bits that a copy moves.
 
 A floating-point number is NaN or infinity exactly if all bits of its exponent are set. The copies move words that
 hold one or more numbers. In each number of a word, `(word & exponents) + lowest` carries into the sign bit exactly if
-its whole exponent is set, and never further: two operations on a register that holds the word anyway.
+its whole exponent is set, and never further. This takes two operations on a register that holds the word anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXPONENTS = {
 
 
 class Bits(NamedTuple):
-    """Masks of a word as signed integers of its width; all 0 where there is nothing to see."""
+    """Masks of a word as signed integers of its width, all 0 if its dtype has neither NaN nor infinity."""
 
     exponents: int
     """The exponent of every number in the word."""
@@ -32,7 +32,7 @@ class Bits(NamedTuple):
 
 
 def exponent_bits(dtype: torch.dtype, word_bytes: int) -> Bits:
-    """Masks for words of `word_bytes` bytes (at most 8) that hold numbers of `dtype`."""
+    """Return the masks for words of `word_bytes` bytes (at most 8) that hold numbers of `dtype`."""
     exponent = _EXPONENTS.get(dtype, 0)
     lowest = exponent & ~(exponent << 1)
     masks = (exponent, lowest, exponent + lowest)
@@ -44,12 +44,12 @@ def _repeated(mask: int, nbytes: int, word_bytes: int) -> int:
 
 
 def is_checked(dtype: torch.dtype) -> bool:
-    """True if numbers of `dtype` can be NaN or infinity, and copies look for them."""
+    """Return True if numbers of `dtype` can be NaN or infinity, and copies look for them."""
     return dtype in _EXPONENTS
 
 
 def holds_nonfinite(tensor: Tensor) -> bool:
-    """True if some element is NaN or infinity, for tensors that no kernel looked at. Waits for the device."""
+    """Return True if some element is NaN or infinity, for tensors that no kernel checked. Wait for the device."""
     if not is_checked(tensor.dtype) or bool(tensor.sum().isfinite()):
-        return False  # a sum passes both on; it may also overflow by itself
+        return False  # NaN and infinity make the sum so; it may also overflow by itself
     return not bool(tensor.isfinite().all())

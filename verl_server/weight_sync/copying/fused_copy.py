@@ -1,11 +1,11 @@
 """Many tensors into many tensors, in place, at the rate of one flat copy.
 
-A `CopyPlan` is made once for a set of (destination, source) views, off the serving loop, and run at every
-update: `UpdatePlan` makes and runs it. On a GPU one Triton kernel goes over a table of all pairs (`copy_table`,
-`copy_kernel`), in host memory a few threads share them (`host_copy`); what neither can take, torch copies.
+`UpdatePlan` makes a `CopyPlan` once for a set of (destination, source) views, off the serving loop, and runs it at
+every update. On a GPU one Triton kernel goes over a table of all pairs (`copy_table`, `copy_kernel`). In host memory a
+few threads share the pairs (`host_copy`). torch copies the pairs that neither can take.
 
-All of them look for NaN and infinity in what they write, while it passes through registers or lies in a cache
-(`finite`). Only what torch copies on a GPU is read a second time.
+All of them look for NaN and infinity in what they write, while it passes through registers or is in a cache
+(`finite`). Only pairs that torch copies on a GPU are read a second time.
 
 Milliseconds for Qwen3-8B's tensors (16.4 GB in bf16) on one H200, and from a second one's memory over NVLink
 (`benchmarks/weight_copy.py`, torch 2.11; the limit is one flat `copy_` of the same bytes):
@@ -42,20 +42,20 @@ alike, but wide tiles with few warps that convert took 10% longer."""
 
 
 class Copies(Protocol):
-    """One way of copying, prepared for some pairs."""
+    """Copies of some pairs that are prepared in one of three ways."""
 
     def run(self) -> None: ...
 
     def nonfinite(self) -> list[int]:
-        """The pairs, by their positions, to whose destinations the last run wrote NaN or infinity."""
+        """Return the positions of the pairs to whose destinations the last run wrote NaN or infinity."""
 
 
 class CopyPlan:
     """Copies of `sources[i]` into `destinations[i]`, prepared once and run many times.
 
-    A pair has one shape; dtypes may differ, then values are converted as `Tensor.copy_` does. Sources may lie in
-    another process's memory, or on a peer GPU opened through CUDA IPC. Destinations may be views, but must not
-    overlap each other or a source. The plan keeps all of them alive; their memory must stay where it is.
+    A pair has one shape. If its dtypes differ, values are converted as `Tensor.copy_` does. Sources may be in another
+    process's memory, or on a peer GPU opened through CUDA IPC. Destinations may be views, but must not overlap each
+    other or a source. The plan keeps all of them alive, and their memory must stay where it is.
     """
 
     nbytes: int
@@ -69,16 +69,16 @@ class CopyPlan:
         fused: bool = True,
         links: Sequence[int] | None = None,
     ) -> None:
-        """Prepare the copies. On a GPU this waits for the current stream, and may compile (see `compile_kernels`).
+        """Prepare the copies. On a GPU, wait for the current stream, and compile if necessary (see `compile_kernels`).
 
-        `links[i]` is the link over which `sources[i]` is read, for example a number of the GPU that holds it: the
-        kernel then reads over all of them at a time. `fused=False` leaves everything to torch. ValueError if the
+        `links[i]` is the link over which `sources[i]` is read, for example the number of the GPU that holds it. The
+        kernel reads over all links at a time. With `fused=False`, torch copies everything. Raise ValueError if the
         pairs do not fit.
         """
         self._pairs, links, kept = _checked_pairs(destinations, sources, links)
         self.nbytes = sum(destination.nbytes for destination, _ in self._pairs)
         self._steps: list[tuple[Copies, list[int]]] = []
-        """Copies, and the number that the caller knows each of their pairs by."""
+        """Copies, and the caller's number of each of their pairs."""
         for device, indices in _by_device(self._pairs).items():
             pairs, numbers = [self._pairs[i] for i in indices], [kept[i] for i in indices]
             if fused and device is not None and device.type == "cuda":
@@ -91,15 +91,15 @@ class CopyPlan:
 
     @torch.inference_mode()  # destinations may be inference tensors
     def run(self) -> None:
-        """Copy. Between GPUs this only enqueues work on the current stream: synchronize before the sources change."""
+        """Copy. Between GPUs, only enqueue work on the current stream: synchronize before the sources change."""
         for copies, _ in self._steps:
             copies.run()
 
     def nonfinite(self) -> list[int]:
-        """The pairs, by their positions in `destinations`, to which the last run wrote NaN or infinity.
+        """Return the positions in `destinations` of the tensors to which the last run wrote NaN or infinity.
 
-        Infinity may also come of a conversion, from a number that the destination's dtype cannot hold. Call it when
-        the device is done with the run.
+        A conversion also writes infinity for a number that the destination's dtype cannot hold. Call this when the
+        device is done with the run.
         """
         return sorted(numbers[i] for copies, numbers in self._steps for i in copies.nonfinite())
 
@@ -107,7 +107,7 @@ class CopyPlan:
 def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
     """Compile and load what plans into parameters of `dtype` will need for sources of that dtype and of float32.
 
-    Takes some seconds, holding the interpreter, the first time in a process: better before serving than beside it.
+    The first call in a process takes some seconds and holds the interpreter, so call it before serving.
     """
     destinations = [torch.empty(16, dtype=dtype, device=device) for _ in range(2)]
     CopyPlan(destinations, [torch.empty(16, dtype=source, device=device) for source in (dtype, torch.float32)])
@@ -126,7 +126,7 @@ def record_kernels(dtype: torch.dtype) -> None:
 def _checked_pairs(
     destinations: Sequence[Tensor], sources: Sequence[Tensor], links: Sequence[int] | None
 ) -> tuple[list[Pair], list[int], list[int]]:
-    """The pairs that have bytes, detached (autograd has no part in an update in place), their links and indices."""
+    """Return the detached pairs that have bytes, their links and indices. Raise ValueError if pairs do not fit."""
     links = [0] * len(sources) if links is None else links
     if not len(destinations) == len(sources) == len(links):
         raise ValueError(
@@ -141,7 +141,7 @@ def _checked_pairs(
 
 
 def _by_device(pairs: Sequence[Pair]) -> dict[torch.device | None, list[int]]:
-    """Indices of pairs by device; None has those between devices (of a checkpoint, for example)."""
+    """Return the indices of pairs by device. None has pairs between devices, for example of a checkpoint."""
     groups: dict[torch.device | None, list[int]] = {}
     for i, (destination, source) in enumerate(pairs):
         device = destination.device if destination.device == source.device else None
@@ -150,14 +150,14 @@ def _by_device(pairs: Sequence[Pair]) -> dict[torch.device | None, list[int]]:
 
 
 def _device_steps(pairs: list[Pair], device: torch.device, links: list[int]) -> list[tuple[Copies, list[int]]]:
-    """Copies, and for each the indices of its pairs."""
+    """Return the copies of pairs on one GPU, each with the indices of its pairs."""
     tables, left = build_tables(pairs, TILE_BYTES, links)
     every = list(range(len(pairs)))
     try:
         from verl_server.weight_sync.copying.copy_kernel import TileCopies
 
         copies = TileCopies(tables, device, num_warps=NUM_WARPS)
-    except Exception as error:  # no Triton, no C compiler for its launcher, ...: slower, but as right
+    except Exception as error:  # without Triton or a C compiler, torch copies as correctly, but slower
         warnings.warn(
             f"The fused weight copy is off, torch's takes about half as long again. Triton says: {error!r}",
             stacklevel=3,
@@ -169,7 +169,7 @@ def _device_steps(pairs: list[Pair], device: torch.device, links: list[int]) -> 
 class TorchCopies:
     """Copies by torch on a GPU, or between devices. They read their destinations again, for the largest number.
 
-    A copy between devices takes many times as long as that. On one GPU only odd views come here.
+    A copy between devices takes many times as long as that. On one GPU, torch copies unusual views only.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -179,7 +179,7 @@ class TorchCopies:
 
     def run(self) -> None:
         torch._foreach_copy_(self._destinations, self._sources)
-        if self._checked:  # the largest absolute number of each, or NaN: enqueued behind the copy
+        if self._checked:  # enqueue, behind the copy, the largest absolute number of each, or NaN
             self._largest = torch._foreach_norm([self._destinations[i] for i in self._checked], float("inf"))
 
     def nonfinite(self) -> list[int]:

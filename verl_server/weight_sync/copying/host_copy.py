@@ -1,12 +1,12 @@
 """Copies in host memory, by a few threads. Made and run by `CopyPlan`.
 
-torch's own threads meet at a barrier after each tensor. Where other processes want the same cores (a trainer, other
-ranks) they wait there for one another most of the time, and 300 tensors take 5 to 10 times as long as one. Here each
-thread takes the next job until none is left.
+torch's own threads meet at a barrier after each tensor. If other processes (a trainer, other ranks) need the same
+cores, the threads wait there for one another most of the time, and 300 tensors take 5 to 10 times as long as one. Here
+each thread takes the next job until none is left.
 
-Rows of one dtype go through a compiled loop that sees NaN and infinity while it copies, and writes past the caches
-where the whole copy is larger than they are: that saves a third of the memory's traffic. What converts, and everything
-where there is no compiler, torch copies in pieces that are looked at while they are still in the cache.
+Rows of one dtype go through a compiled loop that sees NaN and infinity while it copies. If the whole copy is larger
+than the caches, the loop writes past them, which saves a third of the memory's traffic. torch copies pairs of two
+dtypes, and everything without a compiler, in pieces that are checked while they are still in the cache.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ Pair = tuple[Tensor, Tensor]
 Piece = tuple[int, Tensor, Tensor]
 """(number of the pair, a part of its destination, the same part of its source)"""
 Job = Callable[[], Iterable[int]]
-"""Copies something; returns the pairs in which it saw NaN or infinity."""
+"""A copy, which returns the pairs in which it saw NaN or infinity."""
 
 _MAX_THREADS = 16
 _BYTES_A_THREAD = 2**24
-"""Less is not worth waking a thread for: on busy cores it may take a time slice until it runs."""
+"""The least bytes for which a further thread is woken: on busy cores it may wait a time slice until it runs."""
 _ROW_BYTES = 64
-"""Shorter rows are elements without neighbours, which torch copies faster."""
+"""The least bytes of a row for the compiled loop. torch copies shorter rows faster."""
 _PIECE_ELEMENTS = 32_704
 """torch copies fewer than 32,768 elements in the calling thread, without waking its own."""
 _BATCH_BYTES = 2**19
 """Bytes that torch copies in one call before they are checked: they stay in a core's own cache."""
 _LAST_CACHE_BYTES = 2**25
-"""Assumed where the system does not report it."""
+"""The size of the last cache if the system does not report it."""
 
 
 class HostCopies:
     """Copies prepared for `threads` threads, by default as many as torch may use."""
 
     def __init__(self, pairs: Sequence[Pair], threads: int | None = None) -> None:
-        """`pairs` have equal shapes and must outlive this object: some of them are kept as addresses only."""
+        """`pairs` have equal shapes and must outlive this object, which keeps some of them as addresses only."""
         nbytes = sum(destination.nbytes for destination, _ in pairs)
         limit = threads or min(torch.get_num_threads(), _MAX_THREADS)
         self._threads = max(1, min(limit, nbytes // _BYTES_A_THREAD))
@@ -80,7 +80,7 @@ class HostCopies:
         self._seen: list[int] = []
 
     def run(self) -> None:
-        """Copy; returns when everything is written."""
+        """Copy, and return when everything is written."""
         jobs, self._seen = deque(self._jobs), []
         helpers = [self._pool.submit(_work, jobs, self._seen) for _ in range(self._threads - 1)] if self._pool else []
         _work(jobs, self._seen)
@@ -88,7 +88,7 @@ class HostCopies:
             helper.result()
 
     def nonfinite(self) -> list[int]:
-        """The pairs to whose destinations the last run wrote NaN or infinity."""
+        """Return the pairs to whose destinations the last run wrote NaN or infinity."""
         return sorted(set(self._seen))
 
 
@@ -126,7 +126,7 @@ class _Block(NamedTuple):
 
 @functools.cache
 def _compiled_copy() -> CopyRows | None:
-    """The compiled loop; None without a compiler. The first call loads the library, or compiles it in some seconds."""
+    """Return the compiled loop, None without a compiler. The first call loads or compiles the library."""
     try:
         copy_rows = load_library().code.copy_rows
     except KernelsUnavailableError as error:
@@ -140,7 +140,7 @@ def _compiled_copy() -> CopyRows | None:
 
 @functools.cache
 def _last_cache_bytes() -> int:
-    """Size of the processor's last cache."""
+    """Return the size of the processor's last cache, in bytes."""
     try:
         return max(0, os.sysconf("SC_LEVEL3_CACHE_SIZE")) or _LAST_CACHE_BYTES
     except (OSError, ValueError):
@@ -155,7 +155,7 @@ def _is_for_kernel(pair: Pair, rows: Rows) -> bool:
 
 
 def _cut_block(pair: Pair, rows: Rows, parts: int) -> Iterator[_Block]:
-    """Arguments of `copy_rows` for about equal parts: of the rows, or of the only row."""
+    """Yield the arguments of `copy_rows` for about equal parts of the rows, or of the only row."""
     destination, source = pair
     itemsize, exponents = destination.itemsize, _exponents(destination.dtype)
     to, start = destination.data_ptr(), source.data_ptr()
@@ -184,7 +184,7 @@ def _exponents(dtype: torch.dtype) -> int:
 
 
 def _cut_rows(pair: Pair, rows: Rows | None) -> list[Pair]:
-    """Pieces small enough that torch copies them in one thread; a pair that is not two-dimensional stays whole."""
+    """Return pieces that torch copies in one thread. A pair that is not two-dimensional stays whole."""
     if rows is None:
         return [pair]
     shape = (rows.rows, rows.columns)
@@ -195,7 +195,7 @@ def _cut_rows(pair: Pair, rows: Rows | None) -> list[Pair]:
 
 
 def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Lists of pieces, each worth a call."""
+    """Yield lists of pieces, each large enough for one call."""
     batch: list[Piece] = []
     nbytes = 0
     for i, piece in enumerate(pieces):
@@ -207,10 +207,10 @@ def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _piece_job(copy_rows: CopyRows | None, batch: list[Piece]) -> Job:
-    """Copies a batch, then looks at what was written: a conversion makes infinity of what its dtype cannot hold."""
+    """Return a job that copies a batch, then checks what was written: a conversion may overflow to infinity."""
     looks: list[tuple[int, Callable[[], bool]]] = []
     spans: list[tuple[int, int, int, int]] = []
-    """(pair, address, bytes, exponents) of what the compiled loop can look at; neighbours are one."""
+    """(pair, address, bytes, exponents) of the memory that the compiled loop can check; neighbours are merged."""
     for i, destination, _ in batch:
         if copy_rows is None or not destination.is_contiguous():
             looks.append((i, partial(holds_nonfinite, destination)))

@@ -103,7 +103,7 @@ def init_weights_update_group(
 
     `master_address` is this host as the servers reach it. The store listens there only, on a free port: each
     group has a store of its own, so nothing that an earlier one left can be mistaken for this one's. It knows no
-    passwords: use a network that only the training job is on. Raises what a server answered, or
+    passwords: use a network that only the training job is on. Raise what a server answered, or
     WeightUpdateError after `timeout` seconds.
     """
     device, limit = torch.device(device), datetime.timedelta(seconds=timeout)

@@ -58,7 +58,7 @@ class GlooMember:
             raise
 
     def join(self, req: Meeting, group_rank: int, address: str, timeout: float) -> None:
-        """Raises RuntimeError if the group does not form within `timeout` seconds."""
+        """Join the group. Raise RuntimeError if it does not form within `timeout` seconds."""
         self._send(
             host=req.master_address,
             port=req.master_port,
@@ -71,14 +71,14 @@ class GlooMember:
         self._answer(timeout)
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Bytes that the child can receive into."""
+        """Return bytes that the child can receive into, uint8 [nbytes]. Raise MemoryError if the host lacks them."""
         if nbytes > _available_bytes():
             raise MemoryError(f"{nbytes:,} bytes are more than this host has left; send smaller buckets")
         fd = os.memfd_create("verl-weight-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, max(1, nbytes))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            os.posix_fallocate(fd, 0, max(1, nbytes))  # or a lack of memory is SIGBUS later
+            os.posix_fallocate(fd, 0, max(1, nbytes))  # without this, a lack of memory is SIGBUS later
             buffer = torch.frombuffer(mmap.mmap(fd, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
         except BaseException:
             os.close(fd)
@@ -122,7 +122,7 @@ class GlooMember:
 
 
 def _available_bytes() -> int:
-    """Reserving more would not fail: it would call the system's out-of-memory killer."""
+    """Return the bytes that can be reserved. Reserving more would call the system's out-of-memory killer."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 
@@ -137,7 +137,7 @@ def _child_env() -> dict[str, str]:
 
 
 def main(connection: Connection, parent: int) -> None:
-    """Join, then receive until the parent is gone. Every message is answered: with an error, or nothing."""
+    """Join, then receive until the parent is gone. Answer every message with an error, or with nothing."""
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection.send_bytes(b"")
@@ -159,7 +159,7 @@ def main(connection: Connection, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A receive may last minutes; the memory that it fills belongs to nobody once the parent is gone."""
+    """End this process when the parent is gone, even in a receive, which may last minutes."""
     pidfd = os.pidfd_open(parent)
     wait_readable(pidfd)
     os._exit(1)
@@ -174,7 +174,7 @@ def _join(
 
 
 def _receive(group: dist.ProcessGroup, path: str, nbytes: int, parts: list[list[int]]) -> None:
-    """Fewer bytes than announced are no error to Gloo: the end of each part shows whether it was written."""
+    """Receive each part. Gloo accepts fewer bytes than announced, so the end of each part shows if it was written."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         memory = mmap.mmap(fd, max(1, nbytes))

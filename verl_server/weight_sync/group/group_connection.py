@@ -46,13 +46,13 @@ class Meeting(Protocol):
 def connect_gloo(
     group_name: str, store: Store, rank: int, world_size: int, address: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """A Gloo group of its own on `store`; returns when all ranks are there. They reach this one at `address`.
+    """Return a new Gloo group on `store` when all ranks have joined. They reach this rank at `address`.
 
-    Neither this nor `connect_nccl` touches torch.distributed's default group or its table of names: a name may be
-    used again, and `dist.destroy_process_group()` of the surrounding program leaves the group alone.
+    Neither this nor `connect_nccl` uses torch.distributed's default group or its table of names. So a name may be used
+    again, and `dist.destroy_process_group()` of the surrounding program leaves the group alone.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # The address, not what GLOO_SOCKET_IFNAME says: a tensor-parallel server sets that to its loopback.
+    # Gloo gets the address, because a tensor-parallel server sets GLOO_SOCKET_IFNAME to its loopback.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     prefixed = _prefixed(store, group_name, "cpu")
@@ -61,15 +61,15 @@ def connect_gloo(
 
 
 def connect_nccl(group_name: str, store: Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup:
-    """An NCCL group of its own on `store`. Returns at once: its ranks meet in the first collective."""
+    """Return a new NCCL group on `store` at once. Its ranks meet in the first collective."""
     return nccl_group(_prefixed(store, group_name, "cuda"), rank, world_size, device)
 
 
 def nccl_group(store: Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup:
-    """An NCCL group that finds NCCL's unique id in `store`, where torch's rank 0 puts it."""
+    """Return an NCCL group that finds NCCL's unique id in `store`, where torch's rank 0 puts it."""
     with _environment(_NCCL_SETTINGS), torch.cuda.device(device):
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(days=365)  # the bound is the caller's to keep
+        options._timeout = datetime.timedelta(days=365)  # the caller bounds each wait
         backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
     return _group_of(backend, dist.ProcessGroup.BackendType.NCCL, "cuda", store, rank, world_size)
 
@@ -106,7 +106,7 @@ class Lifeline:
     def connect(self, host: str, port: int, timeout: float) -> str:
         """Wait at most `timeout` seconds for the other side to listen, then watch the connection in a thread.
 
-        Returns the address of this host on the way to the other.
+        Return the address of this host on the way to the other.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -156,7 +156,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """torch reads these when a group is made, for that group."""
+    """Set variables that torch reads when a group is made, for that group."""
     before = {key: os.environ.get(key) for key in settings}
     os.environ.update(settings)
     try:

@@ -82,11 +82,11 @@ class WeightGroup:
 
     @classmethod
     def join(cls, req: Meeting, rank: int, device: torch.device, timeout: float) -> WeightGroup:
-        """Meet the others as `req.rank_offset + rank`, in at most `timeout` seconds.
+        """Join the other ranks as `req.rank_offset + rank`, in at most `timeout` seconds.
 
-        With Gloo this returns when all ranks are there; with NCCL, as in SGLang, when the trainer's store is: the
-        ranks meet in the first broadcast. `device` is where the server's weights are; over Gloo, tensors arrive on
-        the CPU. Raises BadRequestError for a layout that cannot be, WeightUpdateError if the group did not form.
+        With Gloo, return when all ranks have joined. With NCCL, as in SGLang, return when the trainer's store answers:
+        the ranks meet in the first broadcast. `device` has the server's weights; over Gloo, tensors arrive on the CPU.
+        Raise BadRequestError for an impossible layout, WeightUpdateError if the group did not form.
         """
         _check_layout(req, rank, device)
         lifeline = Lifeline()
@@ -209,7 +209,7 @@ class WeightGroup:
         return buffer
 
     def _pipeline(self, windows: list[Window], buffers: list[Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
-        """One of the two buffers is filled while the caller copies from the other."""
+        """Yield the tensors of each window. One buffer is filled while the caller copies from the other one."""
         arrival = in_thread(self._member.receiving(buffers[0], windows[0].parts()))
         for index, window in enumerate(windows):
             self._await(arrival, _named(window))
@@ -219,9 +219,9 @@ class WeightGroup:
             yield window.tensors(buffers[index % 2])
 
     def _await(self, arrival: Future[None], what: str) -> None:
-        """Return when `what` is there; raise if the trainer is gone, failed, or is too slow."""
+        """Return when `what` has arrived. Raise WeightUpdateError if the trainer is gone, failed, or is too slow."""
         done, _ = wait([arrival, self._lifeline.lost], self._timeout, FIRST_COMPLETED)
-        if self.broken:  # looked at first: NCCL's kernel ends without an error when it is aborted
+        if self.broken:  # check this first, because NCCL's kernel ends without an error when it is aborted
             raise WeightUpdateError(f"The group '{self.name}' was destroyed before {what} arrived.")
         if arrival in done:
             error = arrival.exception()
@@ -246,7 +246,7 @@ class WeightGroup:
             self._abort()
 
     def _abort(self) -> None:
-        """End what is in flight: NCCL's kernel leaves the GPU, Gloo's sockets close."""
+        """End the transfer in flight: NCCL's kernel leaves the GPU, and Gloo's sockets close."""
         try:
             in_thread(self._member.abort).result(self._timeout)
         except TimeoutError:
@@ -256,7 +256,7 @@ class WeightGroup:
 
 
 class NcclMember:
-    """This process as a member, with a stream of its own."""
+    """This process as a member of an NCCL group, with a stream of its own."""
 
     def __init__(self, req: Meeting, group_rank: int, device: torch.device, timeout: float) -> None:
         limit = datetime.timedelta(seconds=timeout)
@@ -278,7 +278,7 @@ class NcclMember:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def free(self, buffer: Tensor) -> None:
-        """Nothing to do: it came from the caller's stream, which is done with it first."""
+        """Do nothing: the buffer came from the caller's stream, which is done with it first."""
 
     def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
         before = torch.cuda.current_stream(self._device).record_event()

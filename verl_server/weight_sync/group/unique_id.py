@@ -27,7 +27,7 @@ _MOST_PICKLE_BYTES = 4096
 
 
 def connect_by_unique_id(store: Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup:
-    """Wait for the trainer's unique id in `store`, and return the NCCL group of that id. Raises RuntimeError.
+    """Wait for the trainer's unique id in `store`, and return the NCCL group of that id. Raise RuntimeError.
 
     The ranks meet in the first collective.
     """
@@ -41,7 +41,7 @@ def connect_by_unique_id(store: Store, rank: int, world_size: int, device: torch
 
 
 def read_unique_id(data: bytes) -> bytes:
-    """The 128 bytes of the `ncclUniqueId` that `data` pickles. BadRequestError for anything else."""
+    """Return the 128 bytes of the `ncclUniqueId` that `data` pickles. Raise BadRequestError for anything else."""
     if len(data) > _MOST_PICKLE_BYTES:
         raise BadRequestError(f"The pickle of NCCL's unique id has {len(data)} bytes, more than {_MOST_PICKLE_BYTES}.")
     value = read_pickle(data, _GLOBALS)
@@ -51,7 +51,7 @@ def read_unique_id(data: bytes) -> bytes:
 
 
 def _structure(cls: Any, state: Any) -> bytes:
-    """The memory of a ctypes structure: what `_ctypes._unpickle` would copy into a new one."""
+    """Return the memory of a ctypes structure, which `_ctypes._unpickle` would copy into a new one."""
     if cls != "ncclUniqueId" or not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[1], bytes):
         raise ValueError("a structure that is not an ncclUniqueId")
     return state[1]

@@ -37,11 +37,11 @@ class Window:
         self.nbytes = end
 
     def parts(self) -> list[tuple[int, int]]:
-        """(start, bytes) in the buffer of each broadcast, in order."""
+        """Return (start, bytes) in the buffer of each broadcast, in order."""
         return self._parts
 
     def tensors(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
-        """Views into `buffer`; copies where a bucket of mixed dtypes puts a tensor at an odd byte."""
+        """Return views into `buffer`, and copies of tensors that a bucket of mixed dtypes puts at an odd byte."""
         result = []
         for name, (dtype, shape, start, nbytes) in zip(self.names, self._items, strict=True):
             data = buffer[start : start + nbytes]

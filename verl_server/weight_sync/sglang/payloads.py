@@ -1,4 +1,4 @@
-"""SGLang's older wire formats: pickled handles, parsed into our own without unpickling anything.
+"""SGLang's older wire formats: pickled handles, parsed into our own handles without unpickling anything.
 
 The stager of each tensor-parallel rank calls `parse_payload` with its entry of `serialized_named_tensors` and
 passes the result to the receiver like any other handles. Three formats:
@@ -8,8 +8,8 @@ passes the result to the receiver like any other handles. Three formats:
                          count bytes if the tensor is uint8 (dtypes may be mixed), else elements (one dtype)
     "direct"             refused: it uses the parameter names inside SGLang's models
 
-A tensor is what torch's `ForkingPickler` makes of it: a CUDA IPC handle, or a file in /dev/shm. Bounds of views
-are the receiver's to check, as those of every handle; here is checked what the bytes must be to become one.
+torch's `ForkingPickler` makes a tensor a CUDA IPC handle, or a file in /dev/shm. This module checks that the bytes
+form a handle. The receiver checks the bounds of its view, as for every handle.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ITEMSIZES = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1},
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
-"""Bytes of each dtype that a payload may name. Buckets are uint8; which ones fit a parameter, the receiver says."""
+"""Bytes of each dtype that a payload may name. Buckets are uint8. The receiver decides which fit a parameter."""
 _MAX_DIM = 16
 _SHM_HEADER_BYTES = 64
-"""torch's shared-memory files begin with a reference count, padded to this; then the storage."""
+"""Bytes of the padded reference count with which torch's shared-memory files begin, before the storage."""
 _CUDA_COUNTERS = 10_000
-"""Reference counts that one file of torch's holds; torch writes at an index without looking at it."""
+"""Number of reference counts in one file of torch, which writes at an index without checking it."""
 _FILE_SYSTEM_REMEDY = (
     "a CPU tensor travels as a file descriptor, which only a child process of the sender can fetch. In the sender "
     "call torch.multiprocessing.set_sharing_strategy('file_system'), or send CUDA tensors, or use "
@@ -48,11 +48,11 @@ _FILE_SYSTEM_REMEDY = (
 
 
 def parse_payload(data: str | bytes, load_format: str | None, *, rank: int = 0) -> list[tuple[str, TensorHandle]]:
-    """(name, handle) of each tensor in `data`: a pickle, plain or in base64, once or twice.
+    """Return (name, handle) of each tensor in `data`: a pickle, plain or in base64, once or twice.
 
-    `rank` is this server rank, which chooses from a LocalSerializedTensor. Each handle has an allocation of its
-    own: every pickled tensor carries a reference count, which its reader decrements once.
-    Raises BadRequestError, naming a refused global or opcode and its position.
+    `rank` is this server rank, which chooses from a LocalSerializedTensor. Each handle has an allocation of its own,
+    because every pickled tensor carries a reference count that its reader decrements once. Raise BadRequestError,
+    which names a refused global or opcode and its position.
     """
     if load_format == "direct":
         raise BadRequestError(
@@ -68,10 +68,10 @@ def parse_payload(data: str | bytes, load_format: str | None, *, rank: int = 0) 
 
 
 def give_back(allocations: Iterable[Allocation]) -> None:
-    """Count the references down that came with allocations which will not be opened (the update was refused).
+    """Release the references of allocations that will not be opened, because the update was refused.
 
-    Whoever opens one gives its reference back by that. One that is neither opened nor given back keeps its memory
-    in the sender until the sender exits. A reference that cannot be released any more is left.
+    Opening an allocation releases its reference. An allocation that is neither opened nor released keeps its memory in
+    the sender until the sender exits. Leave a reference that cannot be released any more.
     """
     for allocation in allocations:
         with contextlib.suppress(WeightUpdateError, OSError, RuntimeError, AttributeError, NotImplementedError):
@@ -83,7 +83,7 @@ def give_back(allocations: Iterable[Allocation]) -> None:
 
 
 def decoded(data: str | bytes) -> bytes:
-    """The pickle in `data`: a pickle begins with 0x80, which base64 cannot contain."""
+    """Return the pickle in `data`. A pickle begins with 0x80, which base64 cannot contain."""
     for _ in range(3):
         if isinstance(data, bytes) and data[:1] == b"\x80":
             return data
@@ -114,7 +114,7 @@ def _pairs(payload: Any, rank: int) -> list[tuple[str, TensorHandle]]:
 
 
 def _value_of_rank(name: str, values: Any, rank: int) -> Any:
-    """The tensor that trainer rank `rank` brought: a pickle of its own, in which no further one may be."""
+    """Return the tensor of trainer rank `rank`: a pickle of its own, which may not contain another one."""
     if not isinstance(values, list) or not all(isinstance(value, bytes) for value in values):
         raise BadRequestError(f"'{name}': the values of its LocalSerializedTensor are not a list of pickles.")
     if rank >= len(values):
@@ -140,7 +140,7 @@ def _bucket(payload: Any) -> list[tuple[str, TensorHandle]]:
 
 
 def _from_bucket(flat: TensorHandle, entry: Any) -> tuple[str, TensorHandle]:
-    """One tensor of a bucket, as a view into its memory."""
+    """Return one tensor of a bucket, as a view into its memory."""
     fields = entry.fields if isinstance(entry, Record) and entry.name == "FlattenedTensorMetadata" else {}
     name, dtype = fields.get("name"), fields.get("dtype")
     if not isinstance(name, str) or not isinstance(dtype, _Dtype):
@@ -169,7 +169,7 @@ def _from_bucket(flat: TensorHandle, entry: Any) -> tuple[str, TensorHandle]:
     )
 
 
-# -- what the globals of a payload stand for ------------------------------------------------------------------
+# -- the meaning of a payload's globals -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class _Dtype:
 
 @dataclass(frozen=True)
 class _Storage:
-    """A CPU storage; `dtype` once it is a typed one."""
+    """A CPU storage. `dtype` is set if it is a typed storage."""
 
     allocation: Allocation
     dtype: str = ""
@@ -204,7 +204,7 @@ def _rebuild_typed_storage(storage: Any, dtype: Any) -> _Storage:
 
 
 def _rebuild_storage_filename(_cls: Any, _manager: Any, handle: Any, size: Any, dtype: Any = None) -> _Storage:
-    """`handle` is "/" and the file's name. Its manager (a socket) is for whoever unlinks the file: its owner."""
+    """Return the storage of a file. `handle` is "/" and its name. Its owner unlinks the file through the manager."""
     if not isinstance(handle, bytes) or not handle.startswith(b"/"):
         raise ValueError("the handle of a shared-memory file is not a name")
     kind = dtype.name if isinstance(dtype, _Dtype) else ""
@@ -250,7 +250,7 @@ def rebuild_cuda_tensor(
     event_handle: Any,
     event_sync_required: Any,
 ) -> TensorHandle:
-    """torch numbers the device as the sender sees it; SGLang's variant names it by UUID, which is of use."""
+    """Return the handle of a CUDA tensor. Only SGLang's UUID of the device is used, not the sender's number."""
     if not isinstance(dtype, _Dtype):
         raise ValueError("rebuild_cuda_tensor needs a dtype")
     empty = handle is None or nbytes == 0
@@ -281,7 +281,7 @@ def _handle(allocation: Allocation, dtype: str, shape: Any, stride: Any, offset:
 
 
 def tensor_name(text: str) -> str:
-    """A parameter's name, which every message about it will carry."""
+    """Return `text` if it can be the name of a parameter in messages. Raise BadRequestError otherwise."""
     if len(text) > 1000 or not text.isprintable():
         raise BadRequestError(f"'{shown(text)}' is no name of a parameter.")
     return text
@@ -294,7 +294,7 @@ def _int(value: Any, limit: int = 2**62) -> int:
 
 
 def _ints(value: Any) -> list[int]:
-    """Bounded before it is copied: one long tuple could be the shape of every tensor of a payload."""
+    """Return the integers of a shape or stride. Its length is checked first: a payload may repeat a long tuple."""
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIM:
         raise ValueError(f"a shape or stride that is no tuple of at most {_MAX_DIM} integers")
     return [_int(number) for number in value]
@@ -307,7 +307,7 @@ def _bytes(value: Any, limit: int) -> bytes:
 
 
 def _counter_name(value: Any) -> bytes:
-    """The file of reference counts, which closing the memory writes to."""
+    """Return the name of the file of reference counts, to which closing the memory writes."""
     name = _bytes(value, 255)
     if name[:1] != b"/" or b"/" in name[1:] or b"\0" in name:
         raise ValueError("the file of reference counts is not named as one in /dev/shm")

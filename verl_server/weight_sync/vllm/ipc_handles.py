@@ -1,4 +1,4 @@
-"""vLLM's IPC transfer: pickled CUDA handles, parsed into our own without unpickling anything.
+"""vLLM's IPC transfer: pickled CUDA handles, parsed into our own handles without unpickling anything.
 
 The stager of each tensor-parallel rank calls `parse_ipc_handles` and passes the result to the receiver like any other
 handles. A handle is a dict from the UUID of a GPU to the arguments of torch's `rebuild_cuda_tensor`. There is a dict
@@ -17,11 +17,14 @@ from verl_server.weight_sync.sglang.payloads import GLOBALS, ITEMSIZES, decoded,
 
 _ARGUMENTS = 15
 _DEVICE = 6
-"""Index of the device among the arguments of `rebuild_cuda_tensor`: the sender's number of it."""
+"""Index of the device, the sender's number of it, among the arguments of `rebuild_cuda_tensor`."""
 
 
 def parse_ipc_handles(given: PickledHandles, device_uuid: str) -> list[tuple[str, TensorHandle]]:
-    """(name, handle) of each tensor, in the memory of the GPU `device_uuid`. Raises BadRequestError."""
+    """Return (name, handle) of each tensor, in the memory of the GPU `device_uuid`.
+
+    Raise BadRequestError if a handle is damaged, is of another GPU, or is not the announced tensor.
+    """
     names, shapes = [tensor_name(name) for name in given.names], given.shapes
     counts = {len(names), len(given.dtypes), len(shapes)}
     if len(counts) != 1 or not names:
@@ -43,7 +46,7 @@ def parse_ipc_handles(given: PickledHandles, device_uuid: str) -> list[tuple[str
 
 
 def _on_gpu(handle: Any, device_uuid: str) -> TensorHandle:
-    """The tensor that `handle` has for this rank's GPU."""
+    """Return the tensor that `handle` has for this rank's GPU."""
     if not isinstance(handle, dict):
         raise BadRequestError("An IPC handle is not a dict from the UUID of a GPU to a tensor.")
     by_gpu = {uuid.removeprefix("GPU-"): arguments for uuid, arguments in handle.items()}
@@ -67,7 +70,7 @@ def _on_gpu(handle: Any, device_uuid: str) -> TensorHandle:
 def _unpacked(
     buffer: TensorHandle, names: list[str], dtypes: list[str], shapes: list[list[int]], sizes: list[int]
 ) -> list[tuple[str, TensorHandle]]:
-    """The tensors of a packed transfer, as views into its buffer of bytes."""
+    """Return the tensors of a packed transfer, as views into its buffer of bytes."""
     if buffer.dtype != "uint8" or len(buffer.shape) != 1 or (buffer.stride != [1] and buffer.shape[0] > 1):
         raise BadRequestError(f"The packed buffer is {buffer.dtype} {buffer.shape}, not one dimension of uint8.")
     if len(sizes) != len(names):
