@@ -18,10 +18,10 @@ _LAUNCHER_NAMES = (
 
 
 def clean_child_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A copy of `env` (default: os.environ) without torchrun's rendezvous variables, with settings for a server.
+    """Return a copy of `env` (default: os.environ) without torchrun's rendezvous variables, with settings for a server.
 
-    A server that a trainer rank starts forms process groups of its own; with torchrun's variables it would join the
-    trainer's. torchrun also sets OMP_NUM_THREADS=1, which is meant for the trainer's ranks only.
+    A server that a trainer rank starts forms process groups of its own. With torchrun's variables it would join the
+    trainer's groups. torchrun also sets OMP_NUM_THREADS=1, which is meant for the trainer's ranks only.
     """
     source = dict(os.environ if env is None else env)
     launched = "TORCHELASTIC_RUN_ID" in source

@@ -52,7 +52,7 @@ class ChildProcess:
         env: dict[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
-        """The child inherits the file descriptors `pass_fds` under the same numbers. `argument` must name them."""
+        """The child inherits the file descriptors `pass_fds` under the same numbers, which `argument` must name."""
         self.name = name
         self._lock = threading.Lock()
         self._log_tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
@@ -88,7 +88,7 @@ class ChildProcess:
         return self.popen.pid
 
     def wait_ready(self, timeout: float, also: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Wait for the child's `ready(info)` and return the info. Raises ServerLaunchError on failure or timeout.
+        """Wait for the child's `ready(info)` and return the info. Raise ServerLaunchError on failure or timeout.
 
         The error has the message of the child's error. Unless that is a `VerlServerError`, the traceback and the end of
         the child's log are added. `also` is called several times a second, and may raise, for example because a sibling
@@ -131,11 +131,11 @@ class ChildProcess:
         return info
 
     def poll(self) -> int | None:
-        """The exit code, or None while the child runs."""
+        """Return the exit code, or None while the child runs."""
         return self.popen.poll()
 
     def log_tail(self) -> str:
-        """The last lines of the child's output, as a paragraph to append to an error."""
+        """Return the last lines of the child's output, as a paragraph to append to an error."""
         if self.popen.poll() is not None:
             self._drain.join(timeout=2)
         lines = list(self._log_tail)
@@ -144,7 +144,7 @@ class ChildProcess:
     def terminate(self, grace: float = 10.0) -> int | None:
         """Send SIGTERM, after `grace` seconds SIGKILL to the child's process group, and wait. Idempotent.
 
-        Returns the exit code, or None if the child has not ended 5 seconds after SIGKILL.
+        Return the exit code, or None if the child has not ended 5 seconds after SIGKILL.
         """
         if self.popen.poll() is None:
             self.popen.terminate()
@@ -193,7 +193,7 @@ def _child_env(extra: dict[str, str] | None) -> dict[str, str]:
 
 
 def describe_exit(code: int | None) -> str:
-    """A subprocess return code as text: "code 1" or "signal SIGKILL"."""
+    """Return a subprocess's return code as text: "code 1" or "signal SIGKILL"."""
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"signal {signal.Signals(-code).name}"
@@ -201,7 +201,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]) -> NoReturn:
-    """Entry of a child module: runs `target(argument, ready)`, then exits.
+    """Run `target(argument, ready)` as the entry of a child module, then exit.
 
     The target calls `ready(info)` once. An error before that call is reported to the parent, whose `wait_ready` raises
     it; a later error is logged. Threads of libraries do not keep the process alive. `argument["leftovers"]` are folders
@@ -215,7 +215,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
     threading.Thread(target=_die_with_parent, args=watch, name="parent-watch", daemon=True).start()
 
     def report(message: dict[str, Any]) -> bool:
-        """Send `message` to the parent. Returns False if a message was sent already, or if the parent has closed."""
+        """Send `message` to the parent. Return False if a message was sent already, or if the parent has closed."""
         nonlocal status_w
         fd, status_w = status_w, -1
         if fd < 0:
@@ -251,7 +251,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
 
 
 def _describe(error: BaseException) -> dict[str, str]:
-    """The message that `wait_ready` reads. A `VerlServerError` has no traceback, because its message is sufficient."""
+    """Return the message that `wait_ready` reads. A `VerlServerError` has no traceback: its message is sufficient."""
     if isinstance(error, VerlServerError):
         return {"error": str(error), "traceback": ""}
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without `child_main` itself

@@ -17,7 +17,10 @@ _LENGTH_BYTES = 8
 
 
 def broadcast_bytes(data: bytes | None, src: int, group: dist.ProcessGroup | None = None) -> bytes:
-    """The `data` of global rank `src`, on every rank of a CPU group. One collective if it is short, else two."""
+    """Return the `data` of global rank `src` on every rank of a CPU group.
+
+    This takes one collective if the data is short, else two.
+    """
     import torch
     import torch.distributed as dist
 
@@ -35,7 +38,10 @@ def broadcast_bytes(data: bytes | None, src: int, group: dist.ProcessGroup | Non
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's `data`, in rank order, on every rank of a CPU group. One collective if all are short, else two."""
+    """Return every rank's `data`, in rank order, on every rank of a CPU group.
+
+    This takes one collective if all of them are short, else two.
+    """
     import torch
     import torch.distributed as dist
 
@@ -55,12 +61,12 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> lis
 
 
 def _first_message(data: bytes) -> bytearray:
-    """The first message: the length of `data`, and as much of its beginning as fits."""
+    """Return the first message: the length of `data`, and as much of its beginning as fits."""
     start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _FIRST_BYTES - _LENGTH_BYTES]
     return bytearray(start.ljust(_FIRST_BYTES, b"\0"))
 
 
 def _read_first(message: bytearray) -> tuple[int, bytes]:
-    """(length of the data, beginning of the data) of a first message."""
+    """Return (length of the data, beginning of the data) of a first message."""
     length = int.from_bytes(message[:_LENGTH_BYTES], "little")
     return length, bytes(message[_LENGTH_BYTES : _LENGTH_BYTES + length])

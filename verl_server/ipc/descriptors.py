@@ -19,7 +19,7 @@ DESCRIPTOR_SLACK = 128
 
 
 def raise_descriptor_limit(connections: int | None = None, reason: str = "") -> int:
-    """Raise this process's soft limit of open files, at most to its hard limit. Returns the new soft limit.
+    """Raise this process's soft limit of open files, at most to its hard limit. Return the new soft limit.
 
     Logs a warning if the limit is too low for `connections` connections; `reason` names the source of that number.
     """

@@ -38,7 +38,7 @@ class MessageSocket:
 
     @classmethod
     def pair(cls) -> tuple[MessageSocket, socket.socket]:
-        """(the end of this process, the socket to pass to another process)."""
+        """Return (the end of this process, the socket to pass to another process)."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
@@ -80,7 +80,7 @@ class MessageSocket:
             unsent.clear()
 
     def receive(self) -> list[bytes]:
-        """The messages that have arrived completely, in order. If more bytes are waiting, the socket stays readable."""
+        """Return the messages that have arrived completely, in order. If more bytes wait, the socket stays readable."""
         self._read()
         messages, start, received = [], 0, self._received
         while len(received) - start >= _LENGTH.size:

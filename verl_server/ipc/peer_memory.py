@@ -40,14 +40,14 @@ _NATIVE_ATOMICS = 3
 
 class PeerMemory:
     def __init__(self, buffer: Tensor, group_name: str) -> None:
-        """`buffer`: uint8 on this device; every rank of the group has mapped it."""
+        """`buffer` is uint8 on this device. Every rank of the group has mapped it."""
         self._buffer, self._group_name = buffer, group_name
 
     @classmethod
     def connect(
         cls, group: dist.ProcessGroup, device: torch.device, gather: Callable[[bytes], list[bytes]]
     ) -> PeerMemory | None:
-        """Map the buffers of all ranks of a group on one host. Returns None on all ranks if one rank cannot.
+        """Map the buffers of all ranks of a group on one host. Return None on all ranks if one rank cannot.
 
         `gather` returns the bytes of every rank, in rank order, on every rank.
         """
@@ -73,9 +73,9 @@ class PeerMemory:
         return cls(buffer, group.group_name)
 
     def sum(self, tensor: Tensor) -> Tensor | None:
-        """The sum of `tensor` over the ranks, which may overwrite `tensor`.
+        """Return the sum of `tensor` over the ranks, which may overwrite `tensor`.
 
-        Returns None, without a sum, if the tensor is too large, not aligned or of another dtype.
+        Return None, without a sum, if the tensor is too large, not aligned or of another dtype.
         """
         if tensor.nbytes > _BUFFER_BYTES or tensor.nbytes % _ALIGNMENT or tensor.dtype not in _DTYPES:
             return None
@@ -113,7 +113,7 @@ def _uuid(index: int) -> bytes:
 
 
 def _can_access(device: torch.device, uuids: list[bytes]) -> bool:
-    """True if the device can map the memory of all these GPUs and synchronize with their kernels by atomic counters."""
+    """Return True if the device can map these GPUs' memory, and synchronize with their kernels by atomic counters."""
     visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
     if not visible.keys() >= set(uuids):
         return False
@@ -122,9 +122,9 @@ def _can_access(device: torch.device, uuids: list[bytes]) -> bool:
 
 
 def _has_atomics(device: int, peer: int) -> bool:
-    """True if atomic operations work between two GPUs, as over NVLink.
+    """Return True if atomic operations work between two GPUs, as over NVLink.
 
-    Over PCIe, the other GPU may never see a counter change, and would wait for ever.
+    Over PCIe, the other GPU may never see a counter change, and would wait forever.
     """
     value = ctypes.c_int(0)
     code = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, device, peer)

@@ -51,7 +51,7 @@ class RankSockets:
         gather_timeout: float | None,
         broadcast_timeout: float | None,
     ) -> None:
-        """`peers`: on the first rank the sockets to all other ranks in order, on other ranks the one to the first rank.
+        """`peers` are, on the first rank, the sockets to the others in order, and elsewhere the one to the first rank.
 
         This object owns the sockets. `ranks` are the global ranks of the peers, for error messages. Timeouts are in
         seconds; None waits without a bound.
@@ -65,7 +65,7 @@ class RankSockets:
     def connect(
         cls, group: dist.ProcessGroup, gather_timeout: float | None, broadcast_timeout: float | None
     ) -> RankSockets | None:
-        """Connect the ranks of a CPU group. Returns None on all ranks if they are not all on one host.
+        """Connect the ranks of a CPU group. Return None on all ranks if they are not all on one host.
 
         Timeouts are in seconds.
         """
@@ -97,9 +97,9 @@ class RankSockets:
         )
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The data of every rank, in the order of ranks, on every rank.
+        """Return the data of every rank, in the order of ranks, on every rank.
 
-        Raises RuntimeError on every rank if a rank is gone or late; the error names the late ranks.
+        Raise RuntimeError on every rank if a rank is gone or late. The error names the late ranks.
         """
         with self._lost_on_error():
             if self._is_hub:
@@ -124,7 +124,7 @@ class RankSockets:
                 self._receive_from_all(_CONFIRMED, self._broadcast_timeout)
 
     def receive_broadcast(self) -> bytes:
-        """The data of the next `broadcast` of the first rank; the other ranks call it."""
+        """Return the data of the next `broadcast` of the first rank. The other ranks call it."""
         with self._lost_on_error():
             kind, data = _receive(self._peers[0], self._broadcast_timeout)
             if kind == _BROADCAST_TO_CONFIRM:
@@ -164,9 +164,9 @@ class RankSockets:
             peer.sendall(message)
 
     def _receive_from_all(self, kind: int, timeout: float | None) -> list[bytes]:
-        """One message of `kind` from each peer, in their order.
+        """Return one message of `kind` from each peer, in their order.
 
-        Raises RuntimeError if messages are missing at the timeout, or if a peer ends before all messages have arrived.
+        Raise RuntimeError if messages are missing at the timeout, or if a peer ends before all messages have arrived.
         Only a peer that has sent its confirmation (`_CONFIRMED`) may end.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -200,7 +200,7 @@ class _MissingRanksError(RuntimeError):
 
 
 def _connected(address: bytes, rank: int) -> socket.socket | None:
-    """A socket to the first rank at `address`, or None if the first rank is on another host."""
+    """Return a socket to the first rank at `address`, or None if the first rank is on another host."""
     peer = socket.socket(socket.AF_UNIX)
     try:
         peer.connect(address)
@@ -212,7 +212,7 @@ def _connected(address: bytes, rank: int) -> socket.socket | None:
 
 
 def _accepted(listener: socket.socket | None, count: int) -> list[socket.socket]:
-    """The sockets of the `count` other ranks, which have all connected already, in the order of ranks."""
+    """Return the sockets of the `count` other ranks, which have all connected already, in the order of ranks."""
     assert listener is not None
     by_rank: dict[int, socket.socket] = {}
     for _ in range(count):
@@ -270,7 +270,7 @@ class GlooChannel:
         return all_gather_bytes(data, self._gathers)
 
     def close(self) -> None:
-        """Does nothing: calls of the other ranks fail at the timeouts of their groups."""
+        """Do nothing: calls of the other ranks fail at the timeouts of their groups."""
 
     def broadcast(self, data: bytes, *, confirmed: bool = False) -> None:
         broadcast_bytes(data, self._first, self._broadcasts)  # returns only after all ranks have received the data

@@ -12,7 +12,7 @@ BACKLOG = 4096
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0 chooses a free port. Raises ServerLaunchError with the address and the remedy."""
+    """Return a listening socket. Port 0 chooses a free port. Raise ServerLaunchError with the address and remedy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -31,7 +31,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of `host` that was free at the time of the call."""
+    """Return a TCP port of `host` that was free at the time of the call."""
     with socket.socket() as sock:
         sock.bind((host, 0))
         return int(sock.getsockname()[1])

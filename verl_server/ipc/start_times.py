@@ -21,7 +21,7 @@ class StartTimes:
         self.moments[phase] = time.monotonic()
 
     def __str__(self) -> str:
-        """The duration of each phase and of all: "imports 2.10 s, ...; 3.20 s in all"."""
+        """Return the duration of each phase and of all: "imports 2.10 s, ...; 3.20 s in all"."""
         moments = list(self.moments.items())
         phases = [f"{name} {moment - before:.2f} s" for (_, before), (name, moment) in itertools.pairwise(moments)]
         return f"{', '.join(phases)}; {moments[-1][1] - moments[0][1]:.2f} s in all"

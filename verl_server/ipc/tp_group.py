@@ -50,7 +50,7 @@ class TpGroup:
         """Connect to the other ranks through `init_addr`: "host:port", or a URL of torch.distributed.
 
         On one host this is a `file://` URL in a private folder, because a TCP store would listen on every interface. On
-        several hosts it is "host:port" of node 0. Waits for all ranks, at most `startup_timeout` seconds. All timeouts
+        several hosts it is "host:port" of node 0. Wait for all ranks, at most `startup_timeout` seconds. All timeouts
         are in seconds; `sync_timeout` bounds the model's collectives.
         """
         if size == 1:
@@ -85,11 +85,11 @@ class TpGroup:
         return cls(rank, size, *_connect(startup_timeout, control_timeout))
 
     def for_staging(self) -> TpGroup:
-        """The same ranks with a connection of its own for the votes of the thread that stages weight updates."""
+        """Return a group of the same ranks with a connection for the votes of the thread that stages weight updates."""
         return self._with_channel(self.stage_group)
 
     def for_joining(self) -> TpGroup:
-        """The same ranks with a connection of its own for the votes of the thread that joins process groups."""
+        """Return a group of the same ranks with a connection for the votes of the thread that joins process groups."""
         return self._with_channel(self.join_group)
 
     def _with_channel(self, group: dist.ProcessGroup | None) -> TpGroup:
@@ -105,16 +105,18 @@ class TpGroup:
         return data
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, in rank order, on every rank."""
+        """Return the bytes of every rank, in rank order, on every rank."""
         return self.channel.gather(data) if self.channel is not None else [data]
 
     def all_agree(self, ok: bool) -> bool:
-        """True if `ok` is true on every rank."""
+        """Return True if `ok` is true on every rank."""
         return all(vote == b"1" for vote in self.gather(b"1" if ok else b"0"))
 
     def connect_collectives(self, device: torch.device) -> None:
-        """Run each collective of the model once on a GPU, small and large: NCCL connects the ranks, and allocates the
-        memory for that, in the first call of each kind. Does nothing on the CPU."""
+        """Run each collective of the model once on a GPU, small and large. Do nothing on the CPU.
+
+        In the first call of each kind, NCCL connects the ranks and allocates the memory for that.
+        """
         if self.device_group is None or device.type != "cuda":
             return
         for nbytes in (2**10, 2**26):
@@ -125,7 +127,7 @@ class TpGroup:
         torch.cuda.synchronize(device)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over the ranks, which may overwrite `tensor`."""
+        """Return the sum of `tensor` over the ranks, which may overwrite `tensor`."""
         if self.size == 1:
             return tensor
         if self.peer_memory is not None and (summed := self.peer_memory.sum(tensor)) is not None:
