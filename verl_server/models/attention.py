@@ -110,7 +110,7 @@ class AttentionStep(Protocol):
         """Norm and rotate queries and keys, store keys and values into `kv_layer`, and attend.
 
         `qkv` [tokens, (heads + 2 * kv_heads) * head_dim] is the output of the projection, and may be overwritten.
-        Returns [tokens, heads * head_dim] of the same dtype.
+        Return [tokens, heads * head_dim] of the same dtype.
         """
         ...
 
@@ -133,13 +133,13 @@ class AttentionPlan:
 
 
 def split_heads(states: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Views of states [tokens, heads + 2 * kv_heads, d]: q [tokens, heads, d] and kv [tokens, 2, kv_heads, d]."""
+    """Return views of states [tokens, heads + 2 * kv_heads, d]: q [tokens, heads, d], kv [tokens, 2, kv_heads, d]."""
     kv = states[:, heads.num_heads :].view(states.shape[0], 2, heads.num_kv_heads, heads.head_dim)
     return states[:, : heads.num_heads], kv
 
 
 def norm_and_rotate(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> Tensor:
-    """Norm and rotate queries and keys in place. Returns `qkv` viewed as [tokens, heads + 2 * kv_heads, head_dim]."""
+    """Norm and rotate queries and keys in place, and return `qkv` as [tokens, heads + 2 * kv_heads, head_dim]."""
     states = qkv.view(qkv.shape[0], -1, heads.head_dim)
     qk = states[:, : heads.num_heads + heads.num_kv_heads]
     normed = qk
@@ -188,7 +188,7 @@ def plan_groups(cached: Ints, extend: Ints, table: Ints, num_heads: int, kv_laye
 
 
 def attend_groups(q: Tensor, kv: Tensor, kv_layer: Tensor, groups: list[AttentionGroup]) -> Tensor:
-    """Attend from q [tokens, heads, d], group by group. Returns [tokens, heads * d].
+    """Attend from q [tokens, heads, d], group by group, and return [tokens, heads * d].
 
     kv [tokens, 2, kv_heads, d] are the keys and values of the same tokens, which are in the pool already.
     """
@@ -208,8 +208,10 @@ def attend_groups(q: Tensor, kv: Tensor, kv_layer: Tensor, groups: list[Attentio
 
 
 def _attend_group(q: Tensor, kv: Tensor, kv_layer: Tensor, group: AttentionGroup) -> Tensor:
-    """Returns [entries, queries, heads, head_dim]. For a folded group, heads are two dimensions: [.., kv_heads, query
-    heads per KV head, ..]."""
+    """Return [entries, queries, heads, head_dim].
+
+    For a folded group, heads are two dimensions: [.., kv_heads, query heads per KV head, ..].
+    """
     n, length = group.entries, group.queries
     q = q[group.tokens].view(n, length, *q.shape[1:])
     if group.gathers is not None:
@@ -263,7 +265,7 @@ def _pack(entries: Ints, queries: Ints, keys: Ints) -> list[Ints]:
 
 
 def _group(members: Ints, starts: Ints, extend: Ints, device: torch.device) -> AttentionGroup:
-    """A group of `members`. Its tokens are a slice if these are adjacent and equally long, else padded indices."""
+    """Return a group of `members`. Its tokens are a slice if adjacent and equally long, else padded indices."""
     queries = int(extend[members].max())
     first = starts[members]
     if (extend[members] == queries).all() and (np.diff(first) == queries).all():
@@ -276,7 +278,7 @@ def _group(members: Ints, starts: Ints, extend: Ints, device: torch.device) -> A
 
 
 def _gathers(cached: Ints, extend: Ints, table: Ints, rows_per_query: int, kv_layer: Tensor) -> list[Gather]:
-    """The pool reads of a group's entries, on the CPU each small enough to stay in the processor's cache."""
+    """Return the pool reads of a group's entries. On the CPU, each read fits the processor's cache."""
     _, page_size, _, kv_heads, _ = kv_layer.shape
     n, queries, device = len(cached), int(extend.max()), kv_layer.device
     pages = table[:, : -(-int((cached + extend).max()) // page_size)]

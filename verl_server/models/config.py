@@ -109,7 +109,7 @@ class _ConfigFile(RopeKeys, kw_only=True):
 
 
 def load_model_config(folder: Path, context_length: int | None = None) -> ModelConfig:
-    """Read `folder`/config.json. Raises BadRequestError if the model is not supported.
+    """Read `folder`/config.json. Raise BadRequestError if the model is not supported.
 
     A sliding window is an error only if `context_length` (default: the model's) is longer than the window.
     """

@@ -21,7 +21,7 @@ from verl_server.models.rope import frequencies
 
 
 def _weight(*shape: int) -> nn.Parameter:
-    """A placeholder of the default dtype and device, whose storage `ModelRunner` replaces by its weights arena."""
+    """Return a placeholder of the default dtype and device. `ModelRunner` moves it into its weights arena."""
     return nn.Parameter(torch.zeros(*shape), requires_grad=False)
 
 
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         return self._ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add `x` to `residual` in place. Returns the norm of the sum."""
+        """Add `x` to `residual` in place. Return the norm of the sum."""
         return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -65,7 +65,7 @@ class RotaryEmbedding:
         return self._cos, self._sin
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [tokens, 1, head_dim], at `positions` [tokens]."""
+        """Return (cos, sin), each [tokens, 1, head_dim], at `positions` [tokens]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
@@ -160,7 +160,7 @@ class VocabParallel(nn.Module):
         return self._tp.all_reduce(out.masked_fill_(foreign.unsqueeze(-1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] in the compute dtype, on every rank, of `hidden` [n, hidden_size]."""
+        """Return the logits [n, vocab_size] of `hidden` [n, hidden_size], in the compute dtype, on every rank."""
         out = self._tp.all_gather_last_dim(self._ops.linear(hidden, self.weight, None))
         return out[..., : self._vocab_size]
 

@@ -41,7 +41,7 @@ class WeightSlot:
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor) -> WeightSlot:
-        """The slot of a tensor that every rank holds in full."""
+        """Return the slot of a tensor that every rank holds in full."""
         return cls(name, tuple(parameter.shape), parameter.dtype, [(parameter.data, (slice(None),) * parameter.dim())])
 
     def copy_from(self, source: Tensor) -> None:
@@ -107,7 +107,7 @@ class WeightMap:
         return self.aliases.get(name, name)
 
     def read(self, name: str) -> Tensor:
-        """A copy of this rank's part of a tensor (the whole tensor if it is replicated), float32 on the CPU."""
+        """Return a copy of this rank's part of a tensor (the whole tensor if it is replicated), float32 on the CPU."""
         slot = self.slots[self.canonical(name)]
         if not slot.pieces:
             return torch.empty((0, *slot.shape[1:]))
@@ -115,11 +115,11 @@ class WeightMap:
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
     def loaded(self, names: Iterable[str]) -> list[str]:
-        """The canonical names among `names` that the loader installs, so that no piece can be read."""
+        """Return the canonical names among `names` that the loader installs, so that no piece can be read."""
         return [] if self.loader is None else [n for n in names if n in self.loader.names]
 
     def unknown(self, names: Iterable[str]) -> list[str]:
-        """The names that belong to no parameter. Buffers that old checkpoints contain are not listed."""
+        """Return the names that belong to no parameter, without buffers that old checkpoints contain."""
         return [
             n
             for n in names
@@ -127,11 +127,11 @@ class WeightMap:
         ]
 
     def members(self, name: str) -> list[str]:
-        """The slots that a tensor of this canonical name fills."""
+        """Return the slots that a tensor of this canonical name fills."""
         return list(self.stacks[name].members) if name in self.stacks else [name]
 
     def pieces(self, name: str) -> list[tuple[Tensor, Index]]:
-        """(view into this rank's parameter, index into the full source) of a slot or stack."""
+        """Return (view into this rank's parameter, index into the full source) of each piece of a slot or stack."""
         if name not in self.stacks:
             return self.slots[name].pieces
         return [
@@ -141,7 +141,7 @@ class WeightMap:
         ]
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """The parameters of a whole update that `names` does not contain."""
+        """Return the parameters of a whole update that `names` does not contain."""
         given = {self.canonical(n) for n in names}
         return [n for n in self.parameters if n not in given]
 
@@ -155,7 +155,7 @@ def _shifted(index: Index, within: Index) -> Index:
 
 
 def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, memory-mapped tensor) of a safetensors checkpoint, file by file. Raises BadRequestError."""
+    """Yield (name, memory-mapped tensor) of a safetensors checkpoint, file by file. Raise BadRequestError."""
     for file in checkpoint_files(Path(folder)):
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
@@ -166,7 +166,7 @@ def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a checkpoint, read from the file headers only. Raises BadRequestError."""
+    """Name -> shape of every tensor of a checkpoint, read from the file headers only. Raise BadRequestError."""
     return {name: shape for _, name, shape, _ in _headers(folder)}
 
 
@@ -187,7 +187,7 @@ def load_checkpoint(weight_map: WeightMap, folder: str | Path) -> None:
 
     A tied head that is stored must be equal to the embedding. The rules are those of an update.
 
-    Raises BadRequestError also if a weight is NaN or infinite in the dtype of its parameter.
+    Raise BadRequestError also if a weight is NaN or infinite in the dtype of its parameter.
     """
     headers = list(_headers(folder))
     check_covers(weight_map, {name: shape for _, name, shape, _ in headers}, str(folder))
@@ -208,7 +208,7 @@ def load_checkpoint(weight_map: WeightMap, folder: str | Path) -> None:
 def check_tied(aliases: Mapping[str, str], folder: str | Path) -> set[str]:
     """Return the tied tensors (keys of `aliases`) that a checkpoint stores beside their twins.
 
-    Raises BadRequestError if one has other values than its twin.
+    Raise BadRequestError if one has other values than its twin.
     """
     files = {name: file for file, name, _, _ in _headers(folder)}
     twins = {alias: name for alias, name in aliases.items() if alias in files and name in files}
@@ -277,11 +277,11 @@ def dummy_tensors(slots: Mapping[str, WeightSlot], device: torch.device) -> Iter
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """model.safetensors, else the files that the index names, else all safetensors files of the folder.
+    """Return model.safetensors, else the files that the index names, else all safetensors files of the folder.
 
-    The first two come first because some repositories also hold a consolidated copy under other names. The order is
-    that of transformers, which leaves an old index behind when it saves one file into a folder. Raises BadRequestError
-    if there are none, if the index names a missing file, or if there are shards that it does not name.
+    All files come last because some repositories also have a consolidated copy under other names. The order is that of
+    transformers, which leaves an old index behind when it saves one file into a folder. Raise BadRequestError if there
+    are no files, if the index names a missing file, or if there are shards that the index does not name.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
@@ -307,7 +307,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _shards_of(index: Path) -> list[str]:
-    """The names of the files that an index lists. Raises BadRequestError unless all are in the index's folder."""
+    """Return the names of the files that an index lists. Raise BadRequestError unless all are in its folder."""
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         if not names or any(name != Path(name).name for name in names):

@@ -39,7 +39,7 @@ class Ops:
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """x [..., size] divided by its root mean square: an RMS norm without its weight.
+    """Return x [..., size] divided by its root mean square: an RMS norm without its weight.
 
     Statistics are computed in fp32, and the result is rounded to x's dtype.
     """
@@ -62,7 +62,7 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. In fp32 on the CPU, the faster of two libraries computes it; torch alone always uses MKL.
+    """Return x @ weight.T + bias. In fp32 on the CPU, use the faster of two libraries; torch alone always uses MKL.
 
     Both read the same plain weights. MKL does not use AVX-512 on AMD, where oneDNN takes less than half the time. On
     Intel, MKL is as fast for small weights, and faster below 4 and above 256 rows; from 4 to 16 rows oneDNN takes down
@@ -91,7 +91,7 @@ def cpu_linears(kernels: CpuKernels) -> dict[str, Linear]:
 
 
 def linear_by_shape(linears: Mapping[str, Linear], names: Mapping[tuple[int, int], Sequence[str]]) -> Linear:
-    """A matrix product that chooses its kernel by the shape [out, in] of the weight and by the number of rows.
+    """Return a matrix product that chooses its kernel by the shape [out, in] of the weight and the number of rows.
 
     `names[shape][i]` is the name of the kernel for 2^(i-1) + 1 to 2^i rows. The last name is also for more rows.
     """
@@ -105,14 +105,14 @@ def linear_by_shape(linears: Mapping[str, Linear], names: Mapping[tuple[int, int
 
 
 def cpu_ops(kernels: CpuKernels, linear: Linear) -> Ops:
-    """The compiled operators of the CPU for fp32, with `linear` as the matrix product."""
+    """Return the compiled operators of the CPU for fp32, with `linear` as the matrix product."""
     return Ops(kernels.rms_norm, kernels.add_rms_norm, kernels.silu_mul, linear)
 
 
 def cuda_ops(device: torch.device, *, pdl: bool = False) -> Ops:
-    """The Triton kernels for one GPU. `pdl`: a kernel begins while the one before it ends (`kernels.dependent`).
+    """Return the Triton kernels for one GPU. Raise ImportError if Triton is not installed.
 
-    Raises ImportError if Triton is not installed.
+    With `pdl`, a kernel begins while the one before it ends (`kernels.dependent`).
     """
     from verl_server.kernels.activation import silu_mul
     from verl_server.kernels.gemv import gemv

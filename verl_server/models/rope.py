@@ -27,7 +27,7 @@ from verl_server.errors import BadRequestError
 def frequencies(head_dim: int, rope: dict[str, Any], context_length: int) -> tuple[Tensor, float]:
     """Return (inverse frequencies [head_dim / 2] in fp32, the factor by which cos and sin are multiplied).
 
-    `rope` is `ModelConfig.rope`. `context_length` is the most tokens that a sequence may have. Raises BadRequestError
+    `rope` is `ModelConfig.rope`. `context_length` is the most tokens that a sequence may have. Raise BadRequestError
     if the values of `rope` are so large or so small that an angle or the factor exceeds the range of fp32.
     """
     inv_freq, scale = _frequencies(head_dim, rope, context_length)
@@ -74,7 +74,7 @@ def _yarn(powers: Tensor, rope: dict[str, Any]) -> Tensor:
     half, theta, context = powers.numel(), float(rope["rope_theta"]), rope["original_max_position_embeddings"]
 
     def index(rotations: float) -> float:
-        """The index of the frequency that rotates this many times within the original context."""
+        """Return the index of the frequency that rotates this many times within the original context."""
         return half * math.log(context / (rotations * 2 * math.pi)) / math.log(theta)
 
     first, last = index(rope.get("beta_fast") or 32), index(rope.get("beta_slow") or 1)

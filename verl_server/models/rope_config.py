@@ -52,7 +52,7 @@ class RopeKeys(msgspec.Struct, kw_only=True):
 def read_rope(file: RopeKeys, path: Path, head_dim: int) -> dict[str, Any]:
     """Return rope_theta, rope_type and the keys of that type, named as in transformers' `rope_parameters`.
 
-    `path` is the config.json that errors name. A key that is null counts as absent. Raises BadRequestError for values
+    `path` is the config.json that errors name. A key that is null counts as absent. Raise BadRequestError for values
     from which no frequencies can be computed.
     """
     source = "rope_scaling" if file.rope_scaling else "rope_parameters"

@@ -90,7 +90,7 @@ def make_model_folder(
     weights: bool = True,
     **shape: Any,
 ) -> Path:
-    """Write a random model of `arch` and its tokenizer. Returns `path`.
+    """Write a random model of `arch` and its tokenizer. Return `path`.
 
     `shape` overrides entries of `TINY_SHAPE`. `init_std` scales the weight matrices: the default is large enough that
     rounding does not decide greedy decoding. `weights=False` writes config and tokenizer only (for
@@ -113,7 +113,7 @@ def make_model_folder(
 
 
 def random_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, init_std: float = 0.5) -> Any:
-    """A transformers model with random weights, norms and biases included, that are a function of `seed` alone."""
+    """Return a transformers model with random weights, norms and biases, which are a function of `seed` alone."""
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)

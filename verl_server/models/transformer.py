@@ -114,9 +114,9 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, device)
 
     def forward(self, ids: Tensor, kv_layers: list[Tensor], step: AttentionStep) -> Tensor:
-        """Hidden states [tokens, hidden_size] before the final norm, of the token ids `ids` [tokens].
+        """Return the hidden states [tokens, hidden_size] before the final norm, of the token ids `ids` [tokens].
 
-        Stores the keys and values of the tokens into `kv_layers`.
+        Store the keys and values of the tokens into `kv_layers`.
         """
         residual = self.embed_tokens.embed(ids)
         x = None
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         return residual.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] in the compute dtype, of rows [n, hidden_size] of `forward`'s result."""
+        """Return the logits [n, vocab_size], in the compute dtype, of rows [n, hidden_size] of `forward`'s result."""
         return self.lm_head.logits(self.norm(hidden))
 
     def weight_map(self) -> WeightMap:

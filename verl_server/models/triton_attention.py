@@ -94,8 +94,10 @@ class _SharedSearch:
     """None if reading the shared keys once saves too little to be worth a second kernel."""
 
     def is_valid_for(self, table: Ints, rows: Ints, kv_lens: Ints) -> bool:
-        """True if the entries are the same. Lengths and pages are compared as well as rows, because a row may have been
-        assigned to another request."""
+        """Return True if the entries are the same.
+
+        Lengths and pages are compared as well as rows, because a row may have been assigned to another request.
+        """
         return (
             np.array_equal(rows, self.rows)
             and bool(((kv_lens == self.kv_lens) | (kv_lens == self.kv_lens + 1)).all())
@@ -142,7 +144,7 @@ class PagedBackend:
         self._last_search: _SharedSearch | None = None
 
     def plan_decodes(self, rows: Ints, kv_lens: Ints, *, cascade: bool = True) -> DecodeWork:
-        """The work of the entries that decode, of which there may be none. `work` always has the same length.
+        """Return the work of the entries that decode, of which there may be none. `work` always has the same length.
 
         With `cascade`, keys that entries share are read once if this saves at least `_MIN_SAVED_BYTES`.
         """
@@ -153,18 +155,18 @@ class PagedBackend:
         return DecodeWork(self.kernels.host_metadata(own), shared)
 
     def empty_work(self, *, shared: bool = False) -> DecodeWork:
-        """The work of a step without decodes. With `shared` it has (empty) arrays for shared keys."""
+        """Return the work of a step without decodes. With `shared` it has (empty) arrays for shared keys."""
         work = np.zeros_like(self.kernels.host_metadata(np.ones(1, dtype=np.int64)))
         none = np.zeros(0, dtype=np.int64)
         return DecodeWork(work, SharedKeys(none, none, none, np.zeros(2, dtype=np.int64)) if shared else None)
 
     def capacities(self, entries: int, *, shared: bool) -> list[int]:
-        """Lengths that suffice for `DecodeWork.arrays` of any step with up to `entries` decodes."""
+        """Return lengths that suffice for `DecodeWork.arrays` of any step with up to `entries` decodes."""
         work = len(self.empty_work().work)
         return [work, *[entries] * 3, self.kernels.max_items_length(entries)] if shared else [work]
 
     def _shared_keys(self, rows: Ints, kv_lens: Ints) -> SharedKeys | None:
-        """The shared keys of these entries, or None if too few are shared. The result is the same on all ranks."""
+        """Return the shared keys of these entries, or None if too few are shared. All ranks get the same result."""
         if self._last_search is None or not self._last_search.is_valid_for(self._host_table, rows, kv_lens):
             self._last_search = self._search(rows, kv_lens)
         self._last_search.kv_lens = kv_lens.copy()
@@ -178,9 +180,9 @@ class PagedBackend:
         return _SharedSearch(rows.copy(), kv_lens.copy(), self._host_table[rows, :columns], shared)
 
     def rotate_and_store(self, qkv: Tensor, heads: Heads, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Norm and rotate queries and keys, and store keys and values in the pool.
+        """Norm and rotate queries and keys, store keys and values in the pool, and return the queries.
 
-        Returns the queries [tokens, heads, head_dim].
+        The queries are [tokens, heads, head_dim].
         """
         if self._fused:
             q_weight = None if heads.q_norm is None else heads.q_norm.weight
