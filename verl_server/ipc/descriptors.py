@@ -12,7 +12,7 @@ import resource
 logger = logging.getLogger(__name__)
 
 _WANTED = 65_536
-"""The limit is raised to this, unless more is needed. It is the number of ports; a much larger limit would slow down
+"""The new limit, unless more is needed. It is the number of ports; a much larger limit would slow down
 programs that check every descriptor up to the limit."""
 DESCRIPTOR_SLACK = 128
 """Descriptors that a process needs beside its connections, for libraries, pipes, model files and logs."""

@@ -108,7 +108,7 @@ class ServerAdapter(BaseRollout):
         try:
             return await self._ranks.run(call)
         except BaseException:
-            if self._push is not None:  # the thread of the call may still wait, and cannot do it
+            if self._push is not None:  # the thread of the call may still wait, and cannot discard the push
                 await asyncio.to_thread(self._push.discard)
             raise
 
@@ -123,7 +123,7 @@ class ServerAdapter(BaseRollout):
             return slept
 
         slept = ranks.act("resume", resume)
-        # The servers slept by verl's call of the replica. They closed this rank's memory then.
+        # verl's call of the replica put the servers to sleep. They closed this rank's memory then.
         if all(ranks.gather("slept", b"1" if slept else b"")):
             engine.memory_released(["weights"])
 

@@ -125,7 +125,7 @@ class VerlServerCheckpointEngine(CheckpointEngine):
             ServerTarget(server.url, server.admin_api_key, trainers[0].transport == "auto" and nodes == {node})
             for server, node in dict.fromkeys((report.server, report.node) for report in rollouts)
         )
-        # All ranks keep their connections or none does: to connect is collective.
+        # Connecting is collective, so either all ranks keep their connections or none does.
         reconnect = any(trainer.connected != targets for trainer in trainers)
         trainer_kwargs: dict[str, list[Any]] = {
             "targets": [targets] * actor_wg_world_size,

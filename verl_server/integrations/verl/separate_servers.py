@@ -92,7 +92,7 @@ class SeparateServers:
         Each rank passes its shards. Where all ranks hold a tensor in full, the servers read the first rank's copy.
         """
         named = list(named_tensors)
-        if not self._is_first:  # equal copies would only have to be opened too
+        if not self._is_first:  # the server would have to open equal copies in vain
             named = [(name, tensor) for name, tensor in named if isinstance(tensor, DTensor)]
 
         def send(push: Push) -> None:

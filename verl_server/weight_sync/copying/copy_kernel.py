@@ -1,4 +1,4 @@
-"""The Triton kernel of a fused copy, and its launches. Imported by `CopyPlan`, where there are Triton and a GPU."""
+"""The Triton kernel of a fused copy, and its launches. `CopyPlan` imports it if there are Triton and a GPU."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _WORD_BYTES = 16
 """The widest load and store of a GPU thread."""
 _MAX_TILE_WORDS = 4096
 _MAX_ROW_WORDS = 2**30
-"""Inside a tile the kernel counts in 32 bits."""
+"""The most words of a row: inside a tile the kernel counts in 32 bits."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CONVERTIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Copies in host memory, by a few threads. Made and run by `CopyPlan`.
+"""Copies in host memory, by a few threads. `CopyPlan` makes and runs them.
 
 torch's own threads meet at a barrier after each tensor. If other processes (a trainer, other ranks) need the same
 cores, the threads wait there for one another most of the time, and 300 tensors take 5 to 10 times as long as one. Here
@@ -43,7 +43,7 @@ _BYTES_A_THREAD = 2**24
 _ROW_BYTES = 64
 """The least bytes of a row for the compiled loop. torch copies shorter rows faster."""
 _PIECE_ELEMENTS = 32_704
-"""torch copies fewer than 32,768 elements in the calling thread, without waking its own."""
+"""Elements of a piece. torch copies fewer than 32,768 elements in the calling thread, without waking its own."""
 _BATCH_BYTES = 2**19
 """Bytes that torch copies in one call before they are checked: they stay in a core's own cache."""
 _LAST_CACHE_BYTES = 2**25
@@ -70,8 +70,10 @@ class HostCopies:
                 blocks += [(i, block) for block in _cut_block(pair, rows, parts)]
             else:
                 pieces += [(i, destination, source) for destination, source in _cut_rows(pair, rows)]
-        blocks.sort(key=lambda block: block[1].nbytes, reverse=True)  # the last are small: the threads end together
-        # Its threads start with the first run and end with this object.
+        blocks.sort(
+            key=lambda block: block[1].nbytes, reverse=True
+        )  # the last blocks are small, so that the threads end together
+        # The threads of the pool start with the first run and end with this object.
         self._pool = ThreadPoolExecutor(self._threads - 1, "weight-copy") if self._threads > 1 else None
         self._jobs: list[Job] = []
         if copy_rows is not None:

@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 5.0
 
 
 class GroupMember(Protocol):
-    """The calls of an engine that this module uses. Each returns when the server has done its part, or raises."""
+    """The calls of an engine that this module uses. Each call returns when the server has done its part, or raises."""
 
     def init_weights_update_group(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -41,7 +41,7 @@ class GroupMember(Protocol):
 
 
 class BroadcastGroup:
-    """The trainer's membership. Made by `init_weights_update_group`."""
+    """The trainer's membership in a group. `init_weights_update_group` makes it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Joins a weight-update group, on either side, and notices when the trainer dies.
+"""The connections of a weight-update group, on either side, and the sign that the trainer has died.
 
 `process_group` (the servers' side) and `broadcast` (the trainer's) build on this.
 """
@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 T = TypeVar("T")
 
 _NCCL_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of the group is not the end of the process
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor is a watchdog that waits for an abort
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of the group must not end the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # neither must a watchdog that waits for an abort
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }

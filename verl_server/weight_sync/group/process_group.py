@@ -2,22 +2,22 @@
 
 The stager of each rank holds one `WeightGroup` for each name. The layout is that of SGLang and of vLLM, so their
 trainers can be used as they are: rank 0 is the trainer, which hosts the store and is the source of every broadcast;
-server rank i of an engine is `rank_offset + i`. They differ in how the ranks meet (`rendezvous`: `group_connection`,
-`unique_id`), in what one broadcast holds (`load_format`), and in who describes the tensors: the request, or the
+server rank i of an engine is `rank_offset + i`. The two differ in how the ranks meet (`rendezvous`: `group_connection`,
+`unique_id`), in the content of one broadcast (`load_format`), and in who describes the tensors: the request, or the
 trainer's own broadcasts (`state_dicts`). `broadcast` has the trainer's side.
 
 Two things must hold. *Bounded*: joining, and the arrival of a window, end within `timeout` seconds, and at once
 when the process that hosts the store dies. *Only the group dies*: no fault in it may hang or end the server.
-After a fault the group is broken: each further call says so, until it was destroyed and joined again. It does not
-heal, for both sides count their broadcasts. How that is kept differs:
+After a fault the group is broken: each further call raises, until the group was destroyed and joined again. The group
+does not heal, because both sides count their broadcasts. The two backends need different means:
 
 - Gloo ends the process, from a thread of its own, when more bytes come than were expected. So the member is a
   child process (`gloo_member`), which receives into memory that it shares with the server.
-- NCCL receives with a kernel on the GPU, which spins until data comes. It gets a stream of its own, and a thread
-  that waits for it; on a fault the group is aborted, which ends the kernel. NCCL's own watchers, which end the
-  process, are off for these groups. Others must wait for their own streams and events meanwhile, never for the
+- NCCL receives with a kernel on the GPU, which spins until data comes. The kernel has a stream of its own, and a
+  thread that waits for it. On a fault the group is aborted, which ends the kernel. NCCL's own watchers, which end the
+  process, are off for these groups. Other code must wait for its own streams and events meanwhile, never for the
   device. If the server's ranks use NCCL among themselves (tensor parallelism), two communicators are in flight
-  with no order between them, which NCCL does not promise to survive: receive while no step runs.
+  without an order between them, for which NCCL gives no guarantee: receive while no step runs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WeightGroup:
     def __init__(self, name: str, member: Member, lifeline: Lifeline, timeout: float) -> None:
         self.name = name
         self.broken = ""
-        """Why nothing can be received any more."""
+        """The reason why nothing can be received any more, "" while the group works."""
         self._member, self._lifeline, self._timeout = member, lifeline, timeout
 
     @classmethod
@@ -107,7 +107,7 @@ class WeightGroup:
         except (OSError, RuntimeError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name of a host
             lifeline.close()
             if member is not None:
-                in_thread(member.abort)  # NCCL's may wait for a kernel that never ends
+                in_thread(member.abort)  # NCCL's abort may wait for a kernel that never ends
             raise WeightUpdateError(
                 f"Could not join the group '{req.group_name}' at {req.master_address}:{req.master_port} within "
                 f"{timeout:g} s ({_first_line(error)}). Is the trainer (rank 0) creating the group there now, with "
@@ -192,7 +192,7 @@ class WeightGroup:
         finally:
             if not finished:
                 self._break("an update was not received to its end")
-            for buffer in buffers:  # after the break: nothing is on its way into them any more
+            for buffer in buffers:  # after the break, nothing is received into them any more
                 self._member.free(buffer)
 
     def _bytes(self, nbytes: int, what: str, buffers: list[Tensor]) -> bytes:

@@ -1,4 +1,4 @@
-"""Joins an NCCL group by vLLM's recipe: the trainer puts NCCL's unique id into its store as a pickle.
+"""Join an NCCL group by vLLM's recipe: the trainer puts NCCL's unique id into its store as a pickle.
 
 `process_group` calls this for a group with `rendezvous="unique_id"`. The pickle is parsed as data. Torch's NCCL group
 then finds the id in a store of this process, so that both recipes share streams, bounds and aborts. After it joined,

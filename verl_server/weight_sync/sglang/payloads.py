@@ -187,7 +187,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Class:
-    """A class that is only named: of tensors, of storages."""
+    """A class of tensors or of storages, of which only the name matters."""
 
 
 def _rebuild_tensor(_cls: Any, storage: Any, metadata: Any) -> TensorHandle:
@@ -328,7 +328,7 @@ GLOBALS: Globals = {
     ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): Function(rebuild_cuda_tensor),
     ("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified"): Function(rebuild_cuda_tensor),
     ("torch._utils", "_rebuild_parameter"): Function(_rebuild_parameter),
-    # How plain pickle writes a tensor: named only to say what to do instead.
+    # Plain pickle writes a tensor this way. The entry is here so that the error names the remedy.
     ("torch._utils", "_rebuild_tensor_v2"): _Class(),
     ("torch.storage", "_load_from_bytes"): Function(_load_from_bytes),
     ("torch", "Size"): Function(lambda sizes=(): tuple(_ints(sizes))),
