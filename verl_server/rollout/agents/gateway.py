@@ -16,6 +16,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -74,7 +75,7 @@ class GuardedEnvironment:
 
 
 class Referee:
-    """The runner's side of one episode. It bounds each call, sums rewards, and keeps the fault that ended them."""
+    """The runner's side of one episode. It bounds calls, sums rewards, and keeps the fault that ended the episode."""
 
     def __init__(
         self, environment: TextEnvironment, seconds: float, clock: Callable[[], float] = time.monotonic
@@ -93,7 +94,7 @@ class Referee:
         self.waiting = 0
         """Number of calls that run now."""
         self.fault: asyncio.Future[EnvError] = asyncio.get_running_loop().create_future()
-        """Set by the first fault of the environment."""
+        """The first fault of the environment, when there is one."""
         self.events: list[tuple[str, float, float]] = []
 
     async def reset(self, seed: int | None) -> None:
@@ -181,13 +182,13 @@ class EnvironmentGateway:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[EnvironmentGateway]:
         """Serve on this event loop until the block ends."""
-        paths = {
-            "/{token}/observation": ("GET", self._observation),
-            "/{token}/step": ("POST", self._step),
-            "/{token}/tools": ("GET", self._tools),
-            "/{token}/call": ("POST", self._call),
-        }
-        app = Starlette(routes=[Route(path, handler, methods=[method]) for path, (method, handler) in paths.items()])
+        routes = [
+            Route("/{token}/observation", partial(self._answer, self._observation), methods=["GET"]),
+            Route("/{token}/step", partial(self._answer, self._step), methods=["POST"]),
+            Route("/{token}/tools", partial(self._answer, self._tools), methods=["GET"]),
+            Route("/{token}/call", partial(self._answer, self._call), methods=["POST"]),
+        ]
+        app = Starlette(routes=routes)
         app.router.redirect_slashes = False
         limit = raise_descriptor_limit()
         server = _Server(
@@ -218,37 +219,25 @@ class EnvironmentGateway:
         finally:
             del self._referees[token]
 
-    async def _observation(self, request: Request) -> Response:
-        return await self._answer(request, self._observed)
-
-    async def _observed(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
+    async def _observation(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
         return {"observation": referee.observation, "done": referee.done}
 
-    async def _step(self, request: Request) -> Response:
-        return await self._answer(request, self._stepped)
-
-    async def _stepped(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
+    async def _step(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(body.get("text"), str):
             raise BadRequestError('The body must be {"text": TEXT}.')
         observation, done = await referee.step(body["text"])
         return {"observation": observation, "done": done}
 
-    async def _tools(self, request: Request) -> Response:
-        return await self._answer(request, self._listed)
-
-    async def _listed(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
+    async def _tools(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
         return {"tools": referee.tools}
 
-    async def _call(self, request: Request) -> Response:
-        return await self._answer(request, self._called)
-
-    async def _called(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
+    async def _call(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
         arguments = body.get("arguments", {})
         if not isinstance(body.get("name"), str) or not isinstance(arguments, dict):
             raise BadRequestError('The body must be {"name": NAME, "arguments": {...}}.')
         return {"result": await referee.call(body["name"], arguments)}
 
-    async def _answer(self, request: Request, work: Callable[[Referee, dict[str, Any]], Any]) -> Response:
+    async def _answer(self, work: Callable[[Referee, dict[str, Any]], Any], request: Request) -> Response:
         referee = self._referees.get(request.path_params["token"])
         if referee is None:
             return JSONResponse({"error": "There is no such environment, or its episode is over."}, 404)

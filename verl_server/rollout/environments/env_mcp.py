@@ -117,14 +117,12 @@ class McpRoutes:
 
     async def websocket(self, socket: WebSocket) -> None:
         """Answer the requests of a connection, which has an environment of its own."""
-
-        async def serve(hosted: HostedEnv) -> None:
-            await self._answer_all(socket, McpSession(hosted))
-
-        async def refuse(error: EnvMessageError) -> None:
-            await socket.send_text(_failed(None, JsonRpcError(SERVER_ERROR, str(error))).decode())
-
-        await serve_socket(socket, self._pool, serve, refuse)
+        await serve_socket(
+            socket,
+            self._pool,
+            lambda hosted: self._answer_all(socket, McpSession(hosted)),
+            lambda error: socket.send_text(_failed(None, JsonRpcError(SERVER_ERROR, str(error))).decode()),
+        )
 
     async def _answer_all(self, socket: WebSocket, session: McpSession) -> None:
         while True:
@@ -167,7 +165,7 @@ class McpRoutes:
             if request.method.startswith("notifications/"):
                 return None
             result = await self._result(request, own, named, created)
-            return _dumped({"jsonrpc": "2.0", "id": identifier, "result": result})
+            return dumps({"jsonrpc": "2.0", "id": identifier, "result": result})
         except JsonRpcError as error:
             return _failed(identifier, error)
         except ToolError as error:
@@ -301,8 +299,4 @@ def _parsed(message: bytes | str | dict[str, Any]) -> JsonRpcRequest:
 
 
 def _failed(identifier: str | int | None, error: JsonRpcError) -> bytes:
-    return _dumped({"jsonrpc": "2.0", "id": identifier, "error": {"code": error.code, "message": str(error)}})
-
-
-def _dumped(response: dict[str, Any]) -> bytes:
-    return dumps(response)
+    return dumps({"jsonrpc": "2.0", "id": identifier, "error": {"code": error.code, "message": str(error)}})

@@ -64,13 +64,12 @@ class _EnvApp:
         self.idle_timeout = idle_timeout
 
     async def websocket(self, socket: WebSocket) -> None:
-        async def serve(hosted: HostedEnv) -> None:
-            await self._serve(socket, hosted)
-
-        async def refuse(error: EnvMessageError) -> None:
-            await _send_error(socket, error.code, str(error))
-
-        await serve_socket(socket, self.pool, serve, refuse)
+        await serve_socket(
+            socket,
+            self.pool,
+            lambda hosted: self._serve(socket, hosted),
+            lambda error: _send_error(socket, error.code, str(error)),
+        )
 
     async def _serve(self, socket: WebSocket, hosted: HostedEnv) -> None:
         """Answer messages until the client leaves or has sent none for `idle_timeout` seconds.
@@ -294,8 +293,8 @@ class EnvServer:
 
         `kwargs` are the keyword arguments of the class. Port 0 selects a free port. A `host` that is not loopback needs
         `api_key`, which clients send (VERL_ENV_API_KEY), or `allow_unauthenticated`. Raise BadRequestError without it,
-        and ServerLaunchError if the
-        environment cannot be loaded or the server takes longer than `startup_timeout` seconds.
+        and ServerLaunchError if the environment cannot be loaded or the server takes longer than `startup_timeout`
+        seconds.
         """
         argument = {
             "environment": environment,
