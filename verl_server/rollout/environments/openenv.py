@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_server.errors import BadRequestError
 from verl_server.files.json_values import dumps
 from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnvironment
+from verl_server.rollout.environments.text import WithoutTools
 
 
-class OpenEnvEnvironment:
+class OpenEnvEnvironment(WithoutTools):
     """A `TextEnvironment`. An observation without the text's key is shown as JSON."""
 
     def __init__(
@@ -27,10 +27,6 @@ class OpenEnvEnvironment:
         self._action_key = action_key
         self._options = options
 
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        return []
-
     async def reset(self, seed: int | None) -> str:
         result = await self._remote.reset(seed, **self._options)
         if result.done:
@@ -40,9 +36,6 @@ class OpenEnvEnvironment:
     async def step(self, text: str) -> tuple[str, float | None, bool]:
         result = await self._remote.step({self._action_key: text})
         return self._text(result.observation), result.reward, result.done
-
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        raise BadRequestError("This environment has no tools: play it with step(text).")
 
     async def close(self) -> None:
         await self._remote.close()

@@ -8,18 +8,15 @@ from typing import Any
 
 from verl_server.errors import BadRequestError
 from verl_server.rollout.environments.games import ReasoningGym
+from verl_server.rollout.environments.text import WithoutTools
 
 
-class ReasoningGymEnvironment:
+class ReasoningGymEnvironment(WithoutTools):
     """A `TextEnvironment`: the observation is the question, the reward the task's score of the answer."""
 
     def __init__(self, name: str, **options: Any) -> None:
         """`options` are `attempts` and options of the task, such as `min_digits`. Needs the extra `games`."""
         self._game = ReasoningGym(name, **options)
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        return []
 
     async def reset(self, seed: int | None) -> str:
         observation = await asyncio.to_thread(self._game.reset, seed)
@@ -28,12 +25,6 @@ class ReasoningGymEnvironment:
     async def step(self, text: str) -> tuple[str, float | None, bool]:
         observation, reward, done = await asyncio.to_thread(self._game.step, {"text": text})
         return str(observation["text"]), reward, done
-
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        raise BadRequestError("This environment has no tools: answer with step(text).")
-
-    async def close(self) -> None:
-        return
 
 
 def check_reasoning_gym(name: str) -> None:

@@ -16,22 +16,19 @@ from typing import Any
 
 from verl_server.errors import BadRequestError
 from verl_server.rollout.environment import EnvError
+from verl_server.rollout.environments.text import WithoutTools
 
 _NEEDS_DOWNLOADS = ("nltk", "word_lists")
 """Words in the source of a game that loads data of nltk, which would be downloaded."""
 
 
-class TextArenaEnvironment:
+class TextArenaEnvironment(WithoutTools):
     """A `TextEnvironment`: one game for one player. Its reward comes with the last step."""
 
     def __init__(self, name: str, **options: Any) -> None:
         """`options` are arguments of the game, such as `max_turns`. Needs the extra `games`."""
         self._game = _textarena().make(name, **options)
         self._random: Any = None
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        return []
 
     async def reset(self, seed: int | None) -> str:
         self._random = random.Random(seed).getstate()
@@ -46,12 +43,6 @@ class TextArenaEnvironment:
                 return self._observation(), None, False
             rewards, info = self._game.close()
             return self._last_words(info), float((rewards or {}).get(0, 0.0)), True
-
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        raise BadRequestError("This environment has no tools: play it with step(text).")
-
-    async def close(self) -> None:
-        return
 
     def _observation(self) -> str:
         player, observation = self._game.get_observation()
