@@ -7,12 +7,13 @@ drawing scales with the page.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from verl_server.rollout.trajectory import Trajectory
 
 BLUE, AMBER, GREEN, INK, MUTED, GRID, IDLE = "#2f5fd0", "#eaa53c", "#1f9467", "#1b1f24", "#6b7280", "#e7e9ee", "#f1f2f5"
+RED = "#c8553d"
 
 
 def svg(width: float, height: float, body: str, label: str) -> str:
@@ -159,49 +160,58 @@ def _spread(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
 
 def push_latency(milliseconds: Sequence[float], median: float) -> str:
     """Draw the latency of the weight pushes, one dot each."""
-    width, height, left, right, top, bottom = 520.0, 200.0, 44.0, 12.0, 24.0, 36.0
     marks = ticks(max(milliseconds))
-    highest = marks[-1]
-
-    def at(i: float, value: float) -> tuple[float, float]:
-        x = left + (width - left - right) * i / max(1, len(milliseconds) - 1)
-        return x, height - bottom - (height - top - bottom) * value / highest
-
-    parts = []
-    for value in marks:
-        y = at(0, value)[1]
-        parts += [line(left, y, width - right, y), text(left - 8, y + 4, f"{value:g}", anchor="end")]
-    y = at(0, median)[1]
-    parts.append(line(left, y, width - right, y, stroke=GREEN, width=1.2, dash="5 4"))
-    parts += [dot(*at(i, v), BLUE, 2.6, f"push {i + 1}: {v:.1f} ms") for i, v in enumerate(milliseconds)]
-    parts.append(text(width - right, 10, f"median {median:.1f} ms", fill=GREEN, anchor="end", weight=600))
-    parts.append(text((left + width - right) / 2, height - 4, "push", anchor="middle"))
-    parts.append(text(left, 9, "milliseconds"))
-    return svg(width, height, "".join(parts), "latency of each weight push")
+    names = [(value, f"{value:g}") for value in marks]
+    dots = [(value, f"push {i + 1}: {value:.1f} ms") for i, value in enumerate(milliseconds)]
+    parts, _ = _dots(dots, names, lambda value: value / marks[-1], (median, GREEN), "push")
+    parts.append(text(_DOTS_RIGHT, 10, f"median {median:.1f} ms", fill=GREEN, anchor="end", weight=600))
+    parts.append(text(_DOTS_LEFT, 9, "milliseconds"))
+    return svg(_DOTS_WIDTH, _DOTS_HEIGHT, "".join(parts), "latency of each weight push")
 
 
 def logprob_gap(gaps: Sequence[float], limit: float) -> str:
     """Draw the log-probability gap after each push on a logarithmic scale, with its limit as a line."""
-    width, height, left, right, top, bottom = 520.0, 200.0, 44.0, 12.0, 24.0, 36.0
     low, high = -8.0, math.log10(limit) + 0.5
+    names = [(10.0**power, f"1e{power}") for power in range(-8, math.floor(high) + 1)]
+    dots = [(value, f"step {i}: {value:.1e}") for i, value in enumerate(gaps)]
+
+    def share(value: float) -> float:
+        return min(1.0, (math.log10(max(value, 1e-8)) - low) / (high - low))
+
+    parts, y = _dots(dots, names, share, (limit, RED), "training step")
+    name = f"limit 1e{math.log10(limit):.0f}"
+    parts.append(text(_DOTS_RIGHT, y - 5, name, fill=RED, anchor="end", weight=600))
+    return svg(_DOTS_WIDTH, _DOTS_HEIGHT, "".join(parts), "log-probability gap after each push")
+
+
+_DOTS_WIDTH, _DOTS_HEIGHT, _DOTS_LEFT, _DOTS_RIGHT = 520.0, 200.0, 44.0, 508.0
+
+
+def _dots(
+    dots: Sequence[tuple[float, str]],
+    names: Sequence[tuple[float, str]],
+    share: Callable[[float], float],
+    bound: tuple[float, str],
+    axis: str,
+) -> tuple[list[str], float]:
+    """Draw a dot for each (value, hint), a line for each named value and a dashed one for `bound` (value, color).
+
+    `share` returns the height of a value between 0 and 1. Return the parts, and the y of the bound.
+    """
 
     def at(i: float, value: float) -> tuple[float, float]:
-        x = left + (width - left - right) * i / max(1, len(gaps) - 1)
-        share = (math.log10(max(value, 1e-8)) - low) / (high - low)
-        return x, height - bottom - (height - top - bottom) * min(1.0, share)
+        x = _DOTS_LEFT + (_DOTS_RIGHT - _DOTS_LEFT) * i / max(1, len(dots) - 1)
+        return x, _DOTS_HEIGHT - 36.0 - (_DOTS_HEIGHT - 60.0) * share(value)
 
     parts = []
-    for power in range(-8, math.floor(high) + 1):
-        y = at(0, 10.0**power)[1]
-        parts += [line(left, y, width - right, y), text(left - 8, y + 4, f"1e{power}", anchor="end")]
-    y = at(0, limit)[1]
-    parts.append(line(left, y, width - right, y, stroke="#c8553d", width=1.2, dash="5 4"))
-    parts.append(
-        text(width - right, y - 5, f"limit 1e{math.log10(limit):.0f}", fill="#c8553d", anchor="end", weight=600)
-    )
-    parts += [dot(*at(i, v), BLUE, 2.6, f"step {i}: {v:.1e}") for i, v in enumerate(gaps)]
-    parts.append(text((left + width - right) / 2, height - 4, "training step", anchor="middle"))
-    return svg(width, height, "".join(parts), "log-probability gap after each push")
+    for value, name in names:
+        y = at(0, value)[1]
+        parts += [line(_DOTS_LEFT, y, _DOTS_RIGHT, y), text(_DOTS_LEFT - 8, y + 4, name, anchor="end")]
+    y = at(0, bound[0])[1]
+    parts.append(line(_DOTS_LEFT, y, _DOTS_RIGHT, y, stroke=bound[1], width=1.2, dash="5 4"))
+    parts += [dot(*at(i, value), BLUE, 2.6, hint) for i, (value, hint) in enumerate(dots)]
+    parts.append(text((_DOTS_LEFT + _DOTS_RIGHT) / 2, _DOTS_HEIGHT - 4, axis, anchor="middle"))
+    return parts, y
 
 
 def share_bar(parts: Sequence[tuple[str, float, str]]) -> str:

@@ -1,4 +1,4 @@
-"""The page of a report: styles, sections and legends. `report.py` and `run_report.py` fill it."""
+"""The page of a report: styles, sections and legends. `rollout/report.py` and `agents/report.py` fill it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ def page(title: str, body: str) -> str:
 def section(title: str, content: str, note: str) -> str:
     """Return one section of the page as HTML. `content` is HTML, `title` and `note` are text."""
     return f"<section><h2>{escape(title)}</h2>{content}<p class='note'>{escape(note)}</p></section>"
+
+
+def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
+    """Return a row of figures as HTML. Each is the text (value, name, note)."""
+    cards = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span><i>{escape(note)}</i></div>'
+        for value, name, note in figures
+    )
+    return f"<div class='tiles'>{cards}</div>"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:

@@ -16,7 +16,7 @@ import torch
 from verl_server.logprob_gap import BOUNDS
 from verl_server.rollout import charts
 from verl_server.rollout.pace import PaceComparison
-from verl_server.rollout.page import legend, page, section
+from verl_server.rollout.page import legend, page, section, tiles
 from verl_server.rollout.trajectory import Trajectory
 
 GAP_LIMIT = BOUNDS[torch.float32].warn_largest
@@ -47,7 +47,7 @@ def write_report(path: Path, report: Report) -> None:
 
 def _headline(report: Report) -> str:
     s = report.summary
-    tiles = (
+    figures = (
         (
             f"{s['eval_success_before']:.0%} → {s['eval_success_after']:.0%}",
             "success on held-out seeds",
@@ -62,16 +62,12 @@ def _headline(report: Report) -> str:
         (_power(s["max_logprob_gap"]), "largest logprob gap", "server against trainer, checked after every push"),
         (f"{s['seconds']:.0f} s", "for everything", f"{s['steps']} training steps, {s['episodes_played']:,} episodes"),
     )
-    cards = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span><i>{escape(note)}</i></div>'
-        for value, name, note in tiles
-    )
     setup = report.setup
     return (
         "<header><p class='kicker'>verl-server · demo</p><h1>From random weights to a policy that listens</h1>"
         f"<p class='lead'>The game: {escape(setup['game'])}, from the answers <em>higher</em> and <em>lower</em>. A "
         "trainer, a rollout server and an environment server, three processes that talk over HTTP, trained a policy "
-        f"that started from random weights: {escape(setup['policy'])}.</p></header><div class='tiles'>{cards}</div>"
+        f"that started from random weights: {escape(setup['policy'])}.</p></header>{tiles(figures)}"
     )
 
 

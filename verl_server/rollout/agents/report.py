@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_server.files.json_files import read_json
 from verl_server.rollout.agents.output import EpisodeLine, read_lines, summarize_lines
-from verl_server.rollout.page import page, section
+from verl_server.rollout.page import page, section, tiles
 
 _BLUE = "#2f5fd0"
 _EPISODES = 200
@@ -39,7 +39,7 @@ def write_run_report(folder: Path) -> Path:
 
 def _headline(title: str, settings: dict[str, Any], summary: dict[str, Any]) -> str:
     mean = summary["mean_reward"]
-    tiles = (
+    figures = (
         ("-" if mean is None else f"{mean:.3f}", "mean reward", f"{summary['scored']} episodes with a reward"),
         (str(summary["episodes"]), "episodes", f"{summary['attempts']} attempts"),
         (f"{summary['tokens']:,}", "sampled tokens", "in all attempts"),
@@ -47,16 +47,12 @@ def _headline(title: str, settings: dict[str, Any], summary: dict[str, Any]) -> 
         (str(summary["unsampled"]), "unsampled", "episodes without a sampled token, in no mean"),
         (str(summary["branches"]), "branches", "linear sequences to train on"),
     )
-    cards = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span><i>{escape(note)}</i></div>'
-        for value, name, note in tiles
-    )
     agent = settings.get("agent")
     name = agent if isinstance(agent, str) else " ".join(agent or [])
     return (
         "<header><p class='kicker'>verl-server · agents</p>"
         f"<h1>{escape(title)}</h1><p class='lead'>{escape(name)}</p></header>"
-        f"<div class='tiles'>{cards}</div>"
+        f"{tiles(figures)}"
     )
 
 
