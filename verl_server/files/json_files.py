@@ -7,6 +7,7 @@ traceback.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,15 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{path}:{number}", line
     except (OSError, ValueError) as error:
         raise BadRequestError(f"Cannot read {path}: {error}") from error
+
+
+def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the `numbered_lines` of a file up to a line without an end, which an interruption cut off.
+
+    Yield nothing if there is no file.
+    """
+    if path.exists():
+        yield from itertools.takewhile(lambda found: found[1].endswith(b"\n"), numbered_lines(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -320,6 +320,11 @@ def append_jsonl(path: Path, records: Iterable[Any]) -> None:
             file.write(msgspec.json.encode(record, enc_hook=jsonable) + b"\n")
 
 
+def labelled(trajectories: Iterable[Trajectory], **label: Any) -> list[dict[str, Any]]:
+    """Return the trajectories as records of `append_jsonl`, each after the keys of `label`."""
+    return [label | msgspec.structs.asdict(trajectory) for trajectory in trajectories]
+
+
 def read_jsonl(path: Path) -> list[Trajectory]:
     """Return the trajectories in a file that `append_jsonl` wrote. Other keys of a line are ignored.
 

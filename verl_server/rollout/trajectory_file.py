@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.files.json_files import numbered_lines
+from verl_server.files.json_files import whole_lines
 from verl_server.files.json_values import jsonable
 from verl_server.files.run_output import Claim, check_settings, claim_file, store_settings, stored_settings
 from verl_server.rollout.pipe_output import PipeOutput, is_no_regular_file
@@ -125,8 +125,7 @@ class TrajectoryFile:
         try:
             if not self._run_file.exists() or stored_settings(self._run_file).get("command") != "rollout":
                 return False
-            lines = ((where, line) for where, line in numbered_lines(self.file) if line.endswith(b"\n"))
-            found = (read_trajectory(line, where) for where, line in lines)
+            found = (read_trajectory(line, where) for where, line in whole_lines(self.file))
             return all(trajectory.reward is None and not any(trajectory.loss_mask) for trajectory in found)
         except BadRequestError:  # a damaged file may have had episodes of use
             return False
@@ -146,9 +145,7 @@ class TrajectoryFile:
         several lines, keep the last one.
         """
         repeated = 0
-        for where, line in numbered_lines(self.file):
-            if not line.endswith(b"\n"):
-                break
+        for where, line in whole_lines(self.file):
             try:
                 trajectory = read_trajectory(line, where)
             except BadRequestError as error:

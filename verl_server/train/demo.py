@@ -40,7 +40,7 @@ from verl_server.rollout.episode import Limits
 from verl_server.rollout.pace import PaceComparison, compare_pace
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.report import Report, write_report
-from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled
+from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled, labelled
 from verl_server.train.demo_display import DemoDisplay
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.metrics import StepMetrics
@@ -134,13 +134,13 @@ class Demo:
             for name in _RESULTS:
                 (out / name).unlink(missing_ok=True)
             before = self._evaluate(loop, "before training")
-            append_jsonl(out / "trajectories.jsonl", _labelled("before", before))
+            append_jsonl(out / "trajectories.jsonl", labelled(before, phase="before"))
             for metrics, trajectories in self._train(run):
                 append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
-                append_jsonl(out / "trajectories.jsonl", _labelled("training", trajectories[:4]))
+                append_jsonl(out / "trajectories.jsonl", labelled(trajectories[:4], phase="training"))
                 interrupt.check()
             after = self._evaluate(loop, "after training")
-            append_jsonl(out / "trajectories.jsonl", _labelled("after", after))
+            append_jsonl(out / "trajectories.jsonl", labelled(after, phase="after"))
             self.display.phase("lock step against own pace")
             pace = compare_pace(loop, self._tasks("pace", self.args.pace_episodes))
         summary = self._summary(before, after, pace)
@@ -287,11 +287,6 @@ def success_rate(trajectories: Sequence[Trajectory]) -> float:
     """
     scored = [t for t in trajectories if t.reward is not None and not is_unsampled([t])]
     return sum((t.reward or 0.0) > 0 for t in scored) / max(1, len(scored))
-
-
-def _labelled(phase: str, trajectories: Sequence[Trajectory]) -> Iterator[dict[str, Any]]:
-    for trajectory in trajectories:
-        yield {"phase": phase} | {name: getattr(trajectory, name) for name in trajectory.__struct_fields__}
 
 
 def _claimed_folder(args: DemoArgs) -> Claim:

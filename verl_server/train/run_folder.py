@@ -25,9 +25,9 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.files.durable import discard, flush, make_folder, replace_file
-from verl_server.files.json_files import decode_json, numbered_lines
+from verl_server.files.json_files import decode_json, whole_lines
 from verl_server.files.run_output import Claim, check_settings, claim_folder, recorded, store_settings, stored_settings
-from verl_server.rollout.trajectory import Trajectory, append_jsonl
+from verl_server.rollout.trajectory import Trajectory, append_jsonl, labelled
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
 from verl_server.train.metrics import Failure, StepMetrics
 from verl_server.train.run_settings import MAY_DIFFER
@@ -136,7 +136,7 @@ class RunFolder:
     ) -> None:
         """Append one step to the jsonl files."""
         append_jsonl(self.path / "metrics.jsonl", [dataclasses.asdict(metrics)])
-        kept = _labelled(metrics.step, trajectories[:_KEPT_TRAJECTORIES])
+        kept = labelled(trajectories[:_KEPT_TRAJECTORIES], step=metrics.step)
         append_jsonl(self.path / "trajectories.jsonl", kept)
         if failures:
             append_jsonl(self.path / "errors.jsonl", failures)
@@ -145,7 +145,7 @@ class RunFolder:
         """Append the episodes of a rank that ended in a step which the run does not complete. Every rank calls it."""
         if trajectories:
             self.path.mkdir(parents=True, exist_ok=True)  # a rank of another machine may have a folder of its own
-            append_jsonl(self.path / f"untrained-rank{rank}.jsonl", _labelled(step, trajectories))
+            append_jsonl(self.path / f"untrained-rank{rank}.jsonl", labelled(trajectories, step=step))
 
 
 class _Step(msgspec.Struct):
@@ -154,21 +154,13 @@ class _Step(msgspec.Struct):
     step: Annotated[int, msgspec.Meta(ge=0)]
 
 
-def _labelled(step: int, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
-    return [{"step": step} | msgspec.structs.asdict(trajectory) for trajectory in trajectories]
-
-
 def _lines_before(file: Path, step: int) -> list[tuple[int, bytes]]:
     """Return (step, line) of the lines before `step`. A last line that was cut off is left out.
 
     Raise BadRequestError for any other line that is damaged.
     """
-    if not file.exists():
-        return []
     kept = []
-    for where, line in numbered_lines(file):
-        if not line.endswith(b"\n"):
-            break
+    for where, line in whole_lines(file):
         try:
             found = decode_json(line, _Step, where).step
         except BadRequestError as error:

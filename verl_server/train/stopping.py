@@ -37,7 +37,8 @@ class StopRequest:
         """The signal that requested the stop, here or on another rank."""
         self._received = 0
         self._is_forwarded = False
-        self._is_interruptible = False
+        self.is_interruptible = False
+        """True inside a block of `interruptible`."""
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopRequest]:
@@ -62,7 +63,7 @@ class StopRequest:
     def interruptible(self) -> Iterator[None]:
         """Let a stop interrupt the block anywhere: a rollout, a pause. The block then raises RunStoppedError."""
         self.check()
-        self._is_interruptible = True
+        self.is_interruptible = True
         try:
             yield
         except asyncio.CancelledError:
@@ -70,12 +71,8 @@ class StopRequest:
                 raise
             raise self.error() from None
         finally:
-            self._is_interruptible = False
+            self.is_interruptible = False
         # A rollout that ended in spite of the request is complete, so it is used.
-
-    @property
-    def is_interruptible(self) -> bool:
-        return self._is_interruptible
 
     def check(self) -> None:
         """Raise RunStoppedError if a stop was requested."""
@@ -102,14 +99,14 @@ class StopRequest:
             os.kill(os.getpid(), number)
         if self.signal_number is None:
             self.signal_number = number
-        if self._is_interruptible:
+        if self.is_interruptible:
             self._interrupt()
 
     def _interrupt(self) -> None:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            self._is_interruptible = False
+            self.is_interruptible = False
             raise self.error() from None
         # Episodes that are cancelled abort their generation on the server and close their environments.
         loop.call_soon_threadsafe(_cancel_all, loop)

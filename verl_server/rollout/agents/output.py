@@ -27,7 +27,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.files.durable import make_folder, replace_file, write_file
-from verl_server.files.json_files import decode_json, numbered_lines
+from verl_server.files.json_files import decode_json, whole_lines
 from verl_server.files.json_values import jsonable
 from verl_server.files.run_output import check_settings, claim_folder, plain, recorded, store_settings, stored_settings
 from verl_server.messages.session_types import Branch
@@ -350,11 +350,7 @@ def _trajectory(episode: AgentEpisode, branch: Branch) -> Trajectory:
 
 def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:
     """Yield the records up to the first line that is cut off. Raise BadRequestError for another damaged line."""
-    if not path.exists():
-        return
-    for where, text in numbered_lines(path):
-        if not text.endswith(b"\n"):
-            return
+    for where, text in whole_lines(path):
         try:
             yield decode_json(text, kind, f"{where} is damaged")
         except BadRequestError as error:
