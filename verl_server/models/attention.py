@@ -112,7 +112,6 @@ class AttentionStep(Protocol):
         `qkv` [tokens, (heads + 2 * kv_heads) * head_dim] is the output of the projection, and may be overwritten.
         Return [tokens, heads * head_dim] of the same dtype.
         """
-        ...
 
 
 @dataclass

@@ -82,7 +82,6 @@ class Environment(Protocol):
 
         `reset` may also take `episode_id` and other keyword arguments.
         """
-        ...
 
     def step(self, action: Action) -> StepReturn | Awaitable[StepReturn]:
         """Play an action and return (observation, reward, done). The reward is None if the step has none.
@@ -90,7 +89,6 @@ class Environment(Protocol):
         Gymnasium's (observation, reward, terminated, truncated, info) is accepted: `done` is then `terminated or
         truncated`, and `info` is not sent to the client.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

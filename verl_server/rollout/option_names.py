@@ -1,4 +1,4 @@
-"""`as_options`: an error of a class that holds options names the option of the command line."""
+"""`as_options`: name options of the command line in an error that names fields of a class."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from verl_server.rollout.trajectory import Task, Trajectory
 
 @dataclass(frozen=True)
 class PaceComparison:
-    """Wall times in seconds."""
+    """The two runs. Times are wall times in seconds."""
 
     own_pace: list[Trajectory]
     lockstep: list[Trajectory]

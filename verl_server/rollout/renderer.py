@@ -41,14 +41,12 @@ class Renderer(Protocol):
 
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
         """Return the tokens to append to the trajectory. `last_token` ended the previous turn (None: no turn yet)."""
-        ...
 
     def action(self, token_ids: list[int], prompt_ids: list[int]) -> Action:
         """Return the action that the sampled tokens of a turn express. `prompt_ids` are the tokens before them.
 
         Raise ActionError if they express none.
         """
-        ...
 
 
 class ActionReader:
@@ -141,6 +139,10 @@ class TokenizerRenderer:
         """Return the action as `Renderer.action` does. An answer whose reasoning did not end is no action."""
         return self._actions.read(self._answers.read(token_ids, prompt_ids))
 
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
 
 class TextRenderer(TokenizerRenderer):
     """Renders plain text. An observation's tokens follow an action's with nothing between them."""
@@ -166,8 +168,9 @@ class TextRenderer(TokenizerRenderer):
         self._observation_key = observation_key
 
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
+        """Return the tokens of the observation's text. The first observation follows the BOS token, if there is one."""
         text = observation_text(observation, self._observation_key)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._encode(text)
         bos = self._tokenizer.bos_token_id
         return [bos, *ids] if last_token is None and bos is not None else ids
 
@@ -205,6 +208,7 @@ class ChatRenderer(TokenizerRenderer):
         self._options = template_options
 
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
+        """Return the tokens of a user message, with the template's marks around it, without a repeated `last_token`."""
         user = {"role": "user", "content": observation_text(observation, self._observation_key)}
         if last_token is None:
             return self._encode(self._render([*self._system, user]))
@@ -218,10 +222,6 @@ class ChatRenderer(TokenizerRenderer):
         return str(
             self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._options)
         )
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
 
 def observation_text(observation: Observation, key: str) -> str:

@@ -1,8 +1,8 @@
 """`HealedServer`: the engine of an `AgentLoop`, which outlives a restart of its server and samples no other weights.
 
 A server that is started again serves the weights that it loads. Until the engine that pushes has healed it (`heal`), or
-its owner has accepted it, every episode waits here; then it goes on from its own tokens. The server is told in the
-background which episodes have ended.
+its owner has accepted it, every episode waits here; then the episode goes on from its own tokens. `close_session`
+reports to the server, in the background, which episodes have ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAST_CLOSES = 1.0
 
 
 class HealedServer:
-    """A `Generator` for the episodes of one batch; used on one event loop, as an asynchronous context manager."""
+    """A `Generator` for the episodes of one batch. Use it on one event loop, as an asynchronous context manager."""
 
     def __init__(self, engine: EngineBase, restart_timeout: float) -> None:
         self._engine = engine

@@ -144,7 +144,7 @@ class ServerActor:
     ) -> TokenOutput:
         """Generate for one prompt. The caller receives partial output with `stop_reason` "aborted" after an abort.
 
-        While generation is paused or an update is in progress, the request waits, without a bound. Raises
+        While generation is paused or an update is in progress, the request waits, without a bound. Raise
         BadRequestError for what the server does not support, ServerUnavailableError while it has no weights, and
         ServerDiedError, after a delay, if the server had ended before the call.
         """
@@ -196,7 +196,7 @@ class ServerActor:
         """End all requests with their partial output, and pause generation until `resume_generation`.
 
         Requests that arrive meanwhile wait on the server. With `reject_request` they are answered at once with
-        `stop_reason` "aborted" and no tokens, and no request waits on the server when this method returns. Raises
+        `stop_reason` "aborted" and no tokens, and no request waits on the server when this method returns. Raise
         ControlTimeoutError if that takes longer than `control_timeout`.
         """
         server = self._running()

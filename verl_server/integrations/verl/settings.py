@@ -252,7 +252,7 @@ def server_settings(
     """Return the keywords of `ServerArgs` for the server of one replica. The actor adds the address.
 
     `gpu_uuids` has one UUID for each tensor-parallel rank, or is empty on the CPU. `trained` is False for a reward
-    model or a teacher; their servers use random seeds, because the trained model's replicas have the same ranks. Raises
+    model or a teacher; their servers use random seeds, because the trained model's replicas have the same ranks. Raise
     BadRequestError for a setting in `engine_kwargs.verl_server` that the replica chooses.
     """
     check_supported(config, model_config)

@@ -1,6 +1,6 @@
 """The reward of an episode: from a function, from the environment, or from the exit of a program.
 
-It is computed in the runner, after the agent has ended. What the agent writes is never a reward by itself.
+The runner computes the reward after the agent has ended. An agent's own output is never a reward by itself.
 """
 
 from __future__ import annotations

@@ -184,12 +184,7 @@ class AgentEpisode:
     def is_unsampled(self) -> bool:
         """True if the episode has a reward or a scored end, and no sampled token."""
         is_scored = self.reason is not None and self.reason.is_scored
-        if not is_scored and self.reward is None:
-            return False
-        branches = () if self.trajectory is None else self.trajectory.branches
-        return not any(any(branch.loss_mask) for branch in branches) and (
-            self.trajectory is not None or not self.tokens
-        )
+        return (is_scored or self.reward is not None) and not self.sampled_tokens
 
     @property
     def name(self) -> str:

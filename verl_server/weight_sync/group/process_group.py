@@ -128,7 +128,7 @@ class WeightGroup:
         A window has at most half of `window_bytes` (or one tensor that is larger), and the next one arrives while
         the caller copies: use its tensors on the current stream, before asking for more. "flattened_bucket" is one
         window, as large as the sender made it, and so is each bucket of "packed", which ends with the tensor that
-        makes it larger than `bucket_bytes`. Leaving the iterator early breaks the group. Raises
+        makes it larger than `bucket_bytes`. Leaving the iterator early breaks the group. Raise
         BadRequestError, or WeightUpdateError if not everything arrived; both break the group, for the trainer
         counts on its broadcasts being received.
         """
