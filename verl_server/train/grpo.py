@@ -292,14 +292,20 @@ class GRPO:
 
         A step counts as trained once one of its optimizer steps was applied, because the weights have changed.
         """
-        trained = -1 if self.trainer.steps.last_step is None else self.trainer.steps.last_step
+        trained = -1 if self.steps.last_step is None else self.steps.last_step
         return Progressing(max(self.next_step, trained + 1), max(self.version, trained + 1))
 
     def save(self, folder: Path, reached: Progressing, saving: SaveGroup) -> None:
         """Write a checkpoint of the state `reached` into `folder`. All ranks call it."""
-        trainer, scaling = self.trainer, self.trainer.scaling.state_dict()
-        where = {"next_step": reached.next_step, "version": reached.version}
-        save_checkpoint(folder, trainer.policy, trainer.optimizer, **where, loss_scaling=scaling, saving=saving)
+        save_checkpoint(
+            folder,
+            self.trainer.policy,
+            self.trainer.optimizer,
+            next_step=reached.next_step,
+            version=reached.version,
+            loss_scaling=self.trainer.scaling.state_dict(),
+            saving=saving,
+        )
 
     def load(self, checkpoint: Path) -> None:
         """Continue from the folder of a checkpoint. All ranks call it."""
