@@ -68,12 +68,9 @@ async def launch(program: Program) -> Exit:
     reading = asyncio.ensure_future(launcher.stdout.read())
     try:
         answer = await asyncio.shield(reading)
-    except asyncio.CancelledError:
-        launcher.stdin.close()  # the launcher ends everything
+    finally:
+        launcher.stdin.close()  # the launcher ends what still runs
         await _ended(launcher, reading, program.grace + _EXIT_SECONDS)
-        raise
-    launcher.stdin.close()
-    await _ended(launcher, reading, program.grace + _EXIT_SECONDS)
     return _exit(answer, await asyncio.to_thread(tail, program.log))
 
 

@@ -10,6 +10,7 @@ reply as it came, so that an episode without retries is one branch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -101,7 +102,8 @@ class ToolLoop:
                     raise End(StopReason.GENERATION_ERROR, "The server aborted the reply (finish_reason abort).")
                 messages.append(_returned(reply))
                 if calls:
-                    messages += await self._answers(calls, environment)
+                    # If one call ends the episode, the others are cancelled.
+                    messages += await run_all(self._answer(call, environment) for call in calls)
                     continue
                 if tools and any(tag in text for tag in _OPENING_TAGS):
                     messages.append(_user("Error: your tool call could not be read. Its format is wrong."))
@@ -132,12 +134,6 @@ class ToolLoop:
             parts.append(environment.observation)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*system, _user("\n\n".join(parts))]
-
-    async def _answers(
-        self, calls: Sequence[Mapping[str, Any]], environment: GuardedEnvironment | None
-    ) -> list[dict[str, Any]]:
-        """Run the calls of one reply at once. If one of them ends the episode, the others are cancelled."""
-        return await run_all(self._answer(call, environment) for call in calls)
 
     async def _answer(self, call: Mapping[str, Any], environment: GuardedEnvironment | None) -> dict[str, Any]:
         """Return the message that answers one call: the result, or what was wrong with the call."""
@@ -172,12 +168,10 @@ async def _asked(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str
     """Send a chat request and return its choice. Repeat it while the server is away, until the runner ends this."""
     headers = {"Idempotency-Key": secrets.token_hex(16)}
     while True:
-        try:
+        answer = None
+        with contextlib.suppress(httpx.TransportError):
             answer = await client.post("/chat/completions", json=body, headers=headers)
-        except httpx.TransportError:
-            await asyncio.sleep(_RETRY_SECONDS)
-            continue
-        if answer.status_code == 503:
+        if answer is None or answer.status_code == 503:
             await asyncio.sleep(_RETRY_SECONDS)
             continue
         if _error_code(answer) == ContextLengthError.code:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -102,25 +103,22 @@ class AgentSession:
 
     def openai(self, **options: Any) -> Any:
         """Return an `openai.AsyncOpenAI` client of this session. Raise BadRequestError without extra `agents`."""
-        try:
-            from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-        except ImportError as error:
-            raise BadRequestError("AgentSession.openai needs openai: pip install 'verl-server[agents]'.") from error
-        if "http_client" not in options:
-            options["http_client"] = DefaultAsyncHttpxClient(verify=certificates(), trust_env=False)
-        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+        return self._sdk_client("openai", "AsyncOpenAI", self.base_url, options)
 
     def anthropic(self, **options: Any) -> Any:
         """Return an `anthropic.AsyncAnthropic` client of this session. Raise BadRequestError without extra `agents`."""
+        return self._sdk_client("anthropic", "AsyncAnthropic", self.anthropic_base_url, options)
+
+    def _sdk_client(self, package: str, client: str, base_url: str, options: dict[str, Any]) -> Any:
         try:
-            from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
+            sdk = importlib.import_module(package)
         except ImportError as error:
             raise BadRequestError(
-                "AgentSession.anthropic needs anthropic: pip install 'verl-server[agents]'."
+                f"AgentSession.{package} needs {package}: pip install 'verl-server[agents]'."
             ) from error
         if "http_client" not in options:
-            options["http_client"] = DefaultAsyncHttpxClient(verify=certificates(), trust_env=False)
-        return AsyncAnthropic(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
+            options["http_client"] = sdk.DefaultAsyncHttpxClient(verify=certificates(), trust_env=False)
+        return getattr(sdk, client)(base_url=base_url, api_key=self.api_key, **options)
 
     def http(self, **options: Any) -> httpx.AsyncClient:
         """Return an `httpx.AsyncClient` of this session, which sends the session key to paths below `base_url`.
