@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from verl_server.rollout.agent_loop import Rollout
-from verl_server.rollout.agents.cli import environment_factory, load_agent, load_reward, read_tasks
+from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
 from verl_server.rollout.agents.output import episode_trajectories
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server

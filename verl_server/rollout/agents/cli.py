@@ -6,7 +6,6 @@ verl-server rollout --agent my_agent:play --tasks reasoning-gym:chain_sum --mode
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,25 +15,22 @@ import tyro
 from rich.console import Console
 
 from verl_server.errors import BadRequestError
-from verl_server.files.json_files import convert, numbered_lines, parse_json
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import location, without_host
 from verl_server.rollout.agents.episode import Progress
+from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
 from verl_server.rollout.agents.output import read_lines, summarize_lines
 from verl_server.rollout.agents.program import take_from_environment
 from verl_server.rollout.agents.progress import ProgressView
 from verl_server.rollout.agents.report import write_run_report
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents
-from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
-from verl_server.rollout.environments.env_factory import load_function
-from verl_server.rollout.environments.named import command_words, environment_named, has_reward, is_named
+from verl_server.rollout.environments.named import has_reward, is_named
 from verl_server.rollout.option_names import as_options
 from verl_server.sampling_params import SamplingParams
 from verl_server.web.key_files import read_key_file
 
-_FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
 _GROUPS = 16
 Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 """An option that is written once for each value. Without the annotation, the last one would replace the others."""
@@ -192,26 +188,6 @@ def _described(args: AgentRolloutArgs) -> dict[str, Any]:
     }
 
 
-def load_agent(
-    text: str, tools: Sequence[str] = (), system: str | None = None, max_turns: int | None = None
-) -> AgentFunction | list[str]:
-    """Return the function that `text` names, the tool loop, or the words of a command.
-
-    The other arguments are for the tool loop. Raise BadRequestError if the text or another argument is wrong.
-    """
-    if text == "tools":
-        functions = [load_function(tool, "tool") for tool in tools]
-        return ToolLoop(functions, system=system, max_turns=max_turns or DEFAULT_MAX_TURNS)
-    if tools or system is not None:
-        raise BadRequestError("--tool and --system are for --agent tools.")
-    if _FUNCTION.fullmatch(text):
-        return load_function(text, "agent")
-    words = command_words(text, "--agent")
-    if not words:
-        raise BadRequestError("--agent is empty. Name MODULE:function, or a command in quotes.")
-    return words
-
-
 def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFactory | None]:
     """Return the tasks and the factory of their environment. Raise BadRequestError if one of them cannot be had."""
     if is_named(args.tasks):
@@ -223,45 +199,6 @@ def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFact
     if args.groups is not None and len(tasks) < args.groups:
         raise BadRequestError(f"{args.tasks} has {len(tasks)} tasks, fewer than --groups {args.groups}.")
     return tasks, None if args.environment is None else environment_factory(args.environment)
-
-
-def read_tasks(path: Path) -> list[AgentTask]:
-    """Return one task for each line of a JSONL file. Raise BadRequestError if a line is no task, or there is none."""
-    try:
-        tasks = [_task(line, where, i) for i, (where, line) in enumerate(numbered_lines(path)) if line.strip()]
-    except BadRequestError as error:
-        raise BadRequestError(
-            f"{error}. --tasks is FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME."
-        ) from None
-    if not tasks:
-        raise BadRequestError(f"{path} has no tasks.")
-    return tasks
-
-
-def _task(line: bytes, where: str, seed: int) -> AgentTask:
-    """Return the task of a line. `seed` is the seed of a line that is an input only."""
-    content = parse_json(line, where)
-    is_task = isinstance(content, dict) and bool(content) and content.keys() <= {"seed", "input", "environment"}
-    return convert(content, AgentTask, where) if is_task else AgentTask(seed=seed, input=content)
-
-
-def environment_factory(name: str) -> EnvironmentFactory:
-    """Return the factory of a named environment, which takes each task's own options."""
-    make = environment_named(name)
-    return lambda task: make(task.environment)
-
-
-def load_reward(text: str | None, agent: Any, environment: EnvironmentFactory | None) -> Reward:
-    """Return the reward that `--reward` names. The default is the environment's, or the exit of a program."""
-    if text is None:
-        if environment is None and callable(agent):
-            raise BadRequestError("--reward is needed: MODULE:function, because there is no environment.")
-        return "exit" if environment is None else "environment"
-    if text == "exit":
-        return "exit"
-    if text == "environment":
-        return "environment"
-    return load_function(text, "reward")
 
 
 def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
