@@ -21,11 +21,11 @@ import tyro
 from transformers import AutoTokenizer
 
 from benchmarks.curves import MEAN_OF, draw_curves
-from verl_server.rollout import charts
 from verl_server.rollout.agents.types import AgentSession, AgentTask
 from verl_server.rollout.environments.env_server import EnvServer
-from verl_server.rollout.page import legend, page, section
 from verl_server.train.demo import make_policy_folder
+from verl_server.watch import charts
+from verl_server.watch.page import legend, page, section
 
 PLAYERS = ("loop", "agent")
 COLOURS = {"loop": charts.BLUE, "agent": charts.AMBER}

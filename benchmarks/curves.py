@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from verl_server.rollout import charts
+from verl_server.watch import charts
 
 COLOURS = (charts.BLUE, charts.AMBER, charts.GREEN, charts.INK)
 MEAN_OF = 5

@@ -36,10 +36,10 @@ import torch
 import tyro
 
 from benchmarks.curves import COLOURS, MEAN_OF, as_file, draw_curves
-from verl_server.rollout import charts
 from verl_server.rollout.environments.env_server import EnvServer
-from verl_server.rollout.page import legend, page, section
 from verl_server.train.checkpoints import latest_checkpoint
+from verl_server.watch import charts
+from verl_server.watch.page import legend, page, section
 
 HELD_OUT = 2**30
 """First seed of the held-out tasks. All training seeds are smaller."""

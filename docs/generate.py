@@ -27,7 +27,7 @@ FOLDER = ROOT / "docs" / "reference"
 INTERNAL_METHODS = {"send_update", "send_registration", "send_unregistration", "send_healing"}
 """Public for other modules of `verl_server.engine` only."""
 COMMANDS = {
-    "verl-server rollout": ("verl_server.rollout.cli", "RolloutArgs"),
+    "verl-server rollout": ("verl_server.cli.rollout", "RolloutArgs"),
     "verl-server env serve": ("verl_server.rollout.environments.env_process", "EnvServerArgs"),
     "verl-server demo": ("verl_server.train.demo", "DemoArgs"),
     "python -m verl_server.train.grpo": ("verl_server.train.grpo", "TrainArgs"),

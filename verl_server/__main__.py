@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from verl_server.cli import main
+from verl_server.cli.main import main
 
 sys.exit(main())

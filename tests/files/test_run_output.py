@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from verl_server.cli.agents import main as agents_main
+from verl_server.cli.rollout import main as rollout_main
 from verl_server.errors import BadRequestError
 from verl_server.files.run_output import (
     RECORDS,
@@ -22,8 +24,6 @@ from verl_server.files.run_output import (
     store_settings,
     without_host,
 )
-from verl_server.rollout.agents.cli import main as agents_main
-from verl_server.rollout.cli import main as rollout_main
 from verl_server.server.launch import check_output_folders
 from verl_server.server_args import ServerArgs
 from verl_server.train.demo import main as demo_main

@@ -32,9 +32,9 @@ from verl_server.rollout.environment import EnvError, EnvTimeouts
 from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
-from verl_server.rollout.pace import compare_pace
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.trajectory import StopReason, Task
+from verl_server.watch.pace import compare_pace
 
 _KV_TOKENS = 480
 

@@ -81,7 +81,7 @@ def test_a_server_process_tokenizes_without_torch(args: ServerArgs) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from verl_server.cli import main; main(['--help']); "
+        "import sys; from verl_server.cli.main import main; main(['--help']); "
         f"print([name for name in {NOT_FOR_HELP!r} if name in sys.modules], file=sys.stderr)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT, check=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from verl_server.cli.rollout import MAY_DIFFER as ROLLOUT_MAY_DIFFER
 from verl_server.errors import BadRequestError
 from verl_server.files.run_output import RECORDS, claim_folder, store_settings
 from verl_server.rollout.agents.run import MAY_DIFFER as AGENTS_MAY_DIFFER
-from verl_server.rollout.cli import MAY_DIFFER as ROLLOUT_MAY_DIFFER
 from verl_server.train.checkpoints import Progress, write_progress
 from verl_server.train.demo import DemoArgs, _claimed_folder
 from verl_server.train.grpo import main

@@ -37,9 +37,7 @@ from verl_server.rollout.environment import EnvTimeouts
 from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
-from verl_server.rollout.pace import PaceComparison, compare_pace
 from verl_server.rollout.renderer import TextRenderer
-from verl_server.rollout.report import Report, write_report
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled, labelled
 from verl_server.train.demo_display import DemoDisplay
 from verl_server.train.grpo import GRPO, PolicyTrainer
@@ -48,6 +46,8 @@ from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, launch_engine, setup_ranks
 from verl_server.train.skipped_steps import SkippedSteps
+from verl_server.watch.pace import PaceComparison, compare_pace
+from verl_server.watch.report import Report, write_report
 
 _WORDS = ("<pad>", "<bos>", "<eos>", "guess", "to", "higher", "lower", "correct", "what")
 _VOCABULARY = (*_WORDS, *(str(n) for n in range(1, 40 - len(_WORDS) + 1)))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.sessions.building import caller, created, plan, turn
 from tests.server.sessions.test_journal import HEADER, Store, fill, image, long_store, put, run
-from verl_server.cli import main
+from verl_server.cli.main import main
 from verl_server.errors import BadRequestError
 from verl_server.server.sessions.journal_files import DamagedStoreError, JournalFiles
 from verl_server.server.sessions.journal_repair import find_damage, locked

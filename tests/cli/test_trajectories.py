@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl_server.cli import main
+from verl_server.cli.main import main
 
 WHOLE: dict[str, Any] = {
     "task": {"seed": 1},

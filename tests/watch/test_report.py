@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from verl_server.rollout import charts
-from verl_server.rollout.pace import PaceComparison
-from verl_server.rollout.report import Report, write_report
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
+from verl_server.watch import charts
+from verl_server.watch.pace import PaceComparison
+from verl_server.watch.report import Report, write_report
 
 
 def trajectory(seed: int, said: str, reward: float | None) -> Trajectory:

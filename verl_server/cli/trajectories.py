@@ -24,7 +24,7 @@ from verl_server.errors import BadRequestError
 from verl_server.files.json_files import decode_json, read_bytes
 from verl_server.files.model_folder import load_pretrained
 from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled, read_jsonl, summarize
-from verl_server.rollout.viewer import ColorBy, TokenText, render
+from verl_server.watch.viewer import ColorBy, TokenText, render
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.json_files import whole_lines
 from verl_server.files.json_values import jsonable
 from verl_server.files.run_output import Claim, check_settings, claim_file, store_settings, stored_settings
-from verl_server.rollout.pipe_output import PipeOutput, is_no_regular_file
 from verl_server.rollout.trajectory import Trajectory, append_jsonl, is_unsampled, read_jsonl, read_trajectory
+from verl_server.watch.pipe_output import PipeOutput, is_no_regular_file
 
 logger = logging.getLogger(__name__)
 

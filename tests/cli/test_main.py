@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import verl_server
-from verl_server.cli import main
+from verl_server.cli.main import main
 from verl_server.server import launch
 from verl_server.server_args import ServerArgs
 
@@ -99,7 +99,7 @@ def test_bench_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, verl_server, verl_server.cli; verl_server.cli.main(['--help']); verl_server.ServerArgs; "
+        "import sys, verl_server, verl_server.cli.main; verl_server.cli.main.main(['--help']); verl_server.ServerArgs; "
         "sys.exit(bool({'torch', 'transformers', 'uvicorn'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30).returncode == 0

@@ -19,14 +19,14 @@ import uvicorn
 
 from tests.rollout.agents.common import PROGRAM_HEAD, says_number, wait_for
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, _Uvicorn
-from verl_server.cli import main
-from verl_server.rollout.agents.cli import AgentRolloutArgs
+from verl_server.cli.agents import AgentRolloutArgs
+from verl_server.cli.main import main
 from verl_server.rollout.agents.loading import read_tasks
 from verl_server.rollout.agents.output import read_lines
 from verl_server.rollout.agents.types import AgentTask
 from verl_server.rollout.trajectory import read_jsonl
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 _AGENT = """
 import httpx
 async def play(session, task):

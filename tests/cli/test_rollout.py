@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_server.cli import main
+from verl_server.cli.main import main
+from verl_server.cli.rollout import RolloutArgs
 from verl_server.engine.http import HttpServerEngineAdapter
-from verl_server.rollout.cli import RolloutArgs
 from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnvironment
 from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.trajectory import read_jsonl
@@ -134,7 +134,7 @@ def test_env_serve_says_what_is_wrong(
 
 def test_every_time_bound_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RolloutArgs] = []
-    monkeypatch.setattr("verl_server.rollout.cli.rollout", lambda args: seen.append(args) or 0)
+    monkeypatch.setattr("verl_server.cli.rollout.rollout", lambda args: seen.append(args) or 0)
     bounds = {"connect": 1.0, "capacity": 2.0, "reset": 3.0, "step": 4.0, "close": 5.0}
     flags = [f"--env-timeouts.{name}={seconds}" for name, seconds in bounds.items()]
     flags += ["--generate-timeout=6", "--trajectory-timeout=7", "--straggler-timeout=8", "--straggler-fraction=0.5"]
@@ -147,7 +147,7 @@ def test_every_time_bound_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_how_the_policy_writes_actions_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RolloutArgs] = []
-    monkeypatch.setattr("verl_server.rollout.cli.rollout", lambda args: seen.append(args) or 0)
+    monkeypatch.setattr("verl_server.cli.rollout.rollout", lambda args: seen.append(args) or 0)
     where = ["rollout", "--server", "http://s", "--environment", "http://e"]
     assert main([*where, "--action-format", "json"]) == 0
     assert main([*where, "--action-key", "move"]) == 0

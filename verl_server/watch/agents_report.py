@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_server.files.json_files import read_json
 from verl_server.rollout.agents.output import EpisodeLine, read_lines, summarize_lines
-from verl_server.rollout.page import page, section, tiles
+from verl_server.watch.page import page, section, tiles
 
 _BLUE = "#2f5fd0"
 _EPISODES = 200

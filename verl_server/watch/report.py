@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from verl_server.logprob_gap import BOUNDS
-from verl_server.rollout import charts
-from verl_server.rollout.pace import PaceComparison
-from verl_server.rollout.page import legend, page, section, tiles
 from verl_server.rollout.trajectory import Trajectory
+from verl_server.watch import charts
+from verl_server.watch.pace import PaceComparison
+from verl_server.watch.page import legend, page, section, tiles
 
 GAP_LIMIT = BOUNDS[torch.float32].warn_largest
 """Largest difference of log-probabilities in fp32 that is allowed right after a push."""

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from transformers import AutoTokenizer
 
+from verl_server.cli.option_names import as_options
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.files.model_folder import load_pretrained
@@ -24,11 +25,10 @@ from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts, environment_schema
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.episode import Limits
-from verl_server.rollout.option_names import as_options
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, summarize
-from verl_server.rollout.trajectory_file import TrajectoryFile
 from verl_server.sampling_params import SamplingParams
+from verl_server.watch.trajectory_file import TrajectoryFile
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The page of a report: styles, sections and legends. `rollout/report.py` and `agents/report.py` fill it."""
+"""The page of a report: styles, sections and legends. `watch/report.py` and `agents/report.py` fill it."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from verl_server.cli.option_names import as_options
 from verl_server.errors import BadRequestError
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import location, without_host
@@ -22,13 +23,12 @@ from verl_server.rollout.agents.loading import environment_factory, load_agent, 
 from verl_server.rollout.agents.output import read_lines, summarize_lines
 from verl_server.rollout.agents.program import take_from_environment
 from verl_server.rollout.agents.progress import ProgressView
-from verl_server.rollout.agents.report import write_run_report
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.environments.named import has_reward, is_named
-from verl_server.rollout.option_names import as_options
 from verl_server.sampling_params import SamplingParams
+from verl_server.watch.agents_report import write_run_report
 from verl_server.web.key_files import read_key_file
 
 _GROUPS = 16

@@ -185,14 +185,14 @@ def _warn_of_visible_keys(args: list[str]) -> None:
 
 def _rollout(args: list[str]) -> int:
     if any(arg.split("=")[0] == "--agent" for arg in args):
-        return _delegate("rollout", "verl_server.rollout.agents.cli", args)
-    return _delegate("rollout", "verl_server.rollout.cli", args)
+        return _delegate("rollout", "verl_server.cli.agents", args)
+    return _delegate("rollout", "verl_server.cli.rollout", args)
 
 
 def _trajectories(args: list[str]) -> int:
     if args[:1] == ["repair"]:
         return _delegate("trajectories repair", "verl_server.server.sessions.journal_repair", args[1:])
-    return _delegate("trajectories", "verl_server.rollout.trajectories_cli", args)
+    return _delegate("trajectories", "verl_server.cli.trajectories", args)
 
 
 def _env(args: list[str]) -> int:
