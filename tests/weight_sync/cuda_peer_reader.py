@@ -33,14 +33,14 @@ def main() -> None:
     owner = Owner("cuda_owner", "1")
     try:
         receiver.register(owner.description, strict_dtype=False)
-        plan = receiver.registered(owner.description.id)
+        plan = receiver.registrations.get(owner.description.id)
         assert plan is not None
         plan.commit()
         plan.discard()
         torch.cuda.synchronize(0)
         arrived = torch.equal(runner.embed.cpu(), torch.arange(32.0).reshape(8, 4).bfloat16())
         print(json.dumps({"arrived": arrived, "contexts": [has_context(0), has_context(1)]}), flush=True)
-        receiver.forget(None)
+        receiver.registrations.forget(None)
     finally:
         owner.end()
 

@@ -82,7 +82,7 @@ def test_a_registration_sees_every_write(receiver: WeightReceiver, runner: FakeR
         assert push(receiver, "theirs")
         assert holds(runner, times)
         owner.tell("write")
-    receiver.forget(None)
+    receiver.registrations.forget(None)
     assert len(receiver._memory) == 0
     free = free_bytes()
     owner.tell("free")
@@ -137,7 +137,7 @@ def test_the_end_of_an_owner_closes_its_memory_but_not_under_a_plan(
     plan = receiver.stage(owner.description, strict_dtype=False, partial=True, keep=True)
     free = free_bytes()
     wait_for_end(receiver, owner)
-    assert receiver.registered("theirs") is None
+    assert receiver.registrations.get("theirs") is None
     plan.commit()
     assert holds(runner, 1), "the values from before the owner was killed"
     plan.discard()

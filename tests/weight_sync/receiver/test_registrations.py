@@ -47,7 +47,7 @@ def stage(receiver: WeightReceiver, description: WeightsDescription, keep: bool 
 
 def push(receiver: WeightReceiver, id: str) -> bool:
     """Push by id as the loop does. Return False if the id is not registered."""
-    plan = receiver.registered(id)
+    plan = receiver.registrations.get(id)
     if plan is None:
         return False
     plan.ready()
@@ -74,7 +74,7 @@ def test_a_registration_is_pushed_many_times(receiver: WeightReceiver, runner: F
             view.copy_(weights[name])
         assert push(receiver, description.id)
         assert runner.holds(weights)
-    receiver.forget([description.id, "unknown"])
+    receiver.registrations.forget([description.id, "unknown"])
     assert not push(receiver, description.id)
     assert len(receiver._memory) == 0
 
@@ -87,8 +87,8 @@ def test_an_update_is_kept_only_if_it_says_so(receiver: WeightReceiver) -> None:
         plan.discard()
         assert len(receiver._memory) == int(keep)
         assert push(receiver, description.id) == keep
-    receiver.forget(None)
-    assert (len(receiver._memory), receiver.registered(description.id)) == (0, None)
+    receiver.registrations.forget(None)
+    assert (len(receiver._memory), receiver.registrations.get(description.id)) == (0, None)
     with pytest.raises(WeightUpdateError, match="unregistered meanwhile"):
         plan.commit()
 
@@ -99,13 +99,13 @@ def test_a_refused_registration_leaves_nothing(receiver: WeightReceiver) -> None
     for bad, strict in ((description, False), (doubles, True)):
         with pytest.raises(WeightUpdateError):
             receiver.register(bad, strict_dtype=strict)
-        assert (len(receiver._memory), receiver.registered(bad.id)) == (0, None)
+        assert (len(receiver._memory), receiver.registrations.get(bad.id)) == (0, None)
 
 
 def test_what_a_request_asks_of_a_registration_is_checked_again(receiver: WeightReceiver) -> None:
     _, description = described({NORM: torch.ones(4, dtype=torch.float64)})
     receiver.register(description, strict_dtype=False)
-    plan = receiver.registered(description.id)
+    plan = receiver.registrations.get(description.id)
     assert plan is not None
     plan.check(strict_dtype=False, partial=True)
     with pytest.raises(WeightUpdateError, match="missing"):
@@ -138,7 +138,7 @@ def test_an_id_can_be_registered_again(receiver: WeightReceiver, runner: FakeRun
 
 
 def wait_for_end(receiver: WeightReceiver, owner: Owner) -> None:
-    watch = receiver._registrations._watched[owner.process.pid]
+    watch = receiver.registrations._watched[owner.process.pid]
     owner.end()
     watch.join(timeout=10)
     assert not watch.is_alive()
@@ -169,14 +169,14 @@ def test_the_end_of_an_owner_closes_what_it_owned_and_nothing_else(
     assert [push(receiver, id) for id in (mine.id, "theirs", "both")] == [True, False, False]
     assert len(receiver._memory) == 1, "closed without waiting for the garbage collector"
     assert open_memory() == before
-    assert owner.process.pid not in receiver._registrations._watched
+    assert owner.process.pid not in receiver.registrations._watched
 
 
 def test_a_commit_that_runs_while_its_owner_ends_reads_to_the_end(
     receiver: WeightReceiver, runner: FakeRunner, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(receiver, owner.description)
-    plan = receiver.registered(owner.description.id)
+    plan = receiver.registrations.get(owner.description.id)
     assert plan is not None
     started, ended = threading.Event(), threading.Event()
     run = CopyPlan.run
@@ -191,7 +191,7 @@ def test_a_commit_that_runs_while_its_owner_ends_reads_to_the_end(
     committing.start()
     assert started.wait(timeout=10)
     wait_for_end(receiver, owner)
-    assert receiver.registered(owner.description.id) is None
+    assert receiver.registrations.get(owner.description.id) is None
     assert len(receiver._memory) == 1, "the commit still reads it"
     ended.set()
     committing.join(timeout=10)
@@ -205,22 +205,22 @@ def test_a_dead_owner_is_not_registered(receiver: WeightReceiver, owner: Owner) 
     owner.end()
     with pytest.raises(WeightUpdateError, match=f"Process {owner.process.pid}"):
         receiver._keep("late", plan)
-    assert receiver.registered("late") is None
+    assert receiver.registrations.get("late") is None
 
 
 def test_an_owner_that_ends_while_it_is_registered_is_not_kept(
     receiver: WeightReceiver, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = receiver._registrations._watch
+    watch = receiver.registrations._watch
 
     def watch_and_end(pid: int) -> None:
         watch(pid)
         wait_for_end(receiver, owner)
 
-    monkeypatch.setattr(receiver._registrations, "_watch", watch_and_end)
+    monkeypatch.setattr(receiver.registrations, "_watch", watch_and_end)
     with pytest.raises(WeightUpdateError, match="cannot be watched"):
         receiver.register(owner.description, strict_dtype=False)
-    assert receiver.registered("theirs") is None
+    assert receiver.registrations.get("theirs") is None
 
 
 def test_memory_that_is_cut_off_between_pushes_is_not_read(receiver: WeightReceiver, runner: FakeRunner) -> None:
@@ -230,7 +230,7 @@ def test_memory_that_is_cut_off_between_pushes_is_not_read(receiver: WeightRecei
     receiver.register(trainer.description(), strict_dtype=False)
     assert push(receiver, "weights")
     os.ftruncate(trainer.ranks[0].fd, 0)
-    plan = receiver.registered("weights")
+    plan = receiver.registrations.get("weights")
     assert plan is not None
     with pytest.raises(WeightUpdateError, match=f"'{NORM}': .* was cut off while it was read, at byte 0"):
         plan.ready()
@@ -270,7 +270,7 @@ def test_a_tensor_that_takes_long_to_read_is_not_kept(receiver: WeightReceiver, 
     with pytest.raises(WeightUpdateError, match=f"'{NORM}' lie far apart"):
         receiver.register(description, strict_dtype=False)
     receiver.stage(description, strict_dtype=False, partial=True, keep=True).commit()
-    assert torch.equal(runner.norm, torch.arange(4.0)) and receiver.registration_ids == []
+    assert torch.equal(runner.norm, torch.arange(4.0)) and receiver.registrations.ids == []
 
 
 # -- tied heads ----------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_a_tied_head_with_memory_of_its_own_is_compared_at_every_push(
         for _ in range(3):
             stage(receiver, description)
     assert len(caplog.records) == 1, "one warning"
-    assert receiver.registered(description.id) is None, "not kept, so that the next push is checked too"
+    assert receiver.registrations.get(description.id) is None, "not kept, so that the next push is checked too"
     trainer.placed["lm_head.weight"][0][0, 0] += 1
     with pytest.raises(WeightUpdateError, match="differs"):
         stage(receiver, description)
@@ -299,7 +299,7 @@ def test_a_tied_head_with_memory_of_its_own_is_compared_at_every_push(
 def test_thousands_of_updates_leave_nothing(receiver: WeightReceiver, runner: FakeRunner, owner: Owner) -> None:
     description = owner.description
     stage(receiver, description)  # starts the thread that watches the owner, and that runs as long as the owner does
-    receiver.forget(None)
+    receiver.registrations.forget(None)
     before, threads = open_memory(), threading.active_count()
     files = len(os.listdir("/proc/self/fd"))
     for i in range(1500):
@@ -317,6 +317,6 @@ def test_thousands_of_updates_leave_nothing(receiver: WeightReceiver, runner: Fa
     for _ in range(200):
         with pytest.raises(WeightUpdateError):
             receiver.register(bad, strict_dtype=False)
-    receiver.forget(None)
+    receiver.registrations.forget(None)
     assert open_memory() == before
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)

@@ -301,7 +301,7 @@ def test_a_registration_that_only_some_ranks_have_is_a_404_and_nothing_is_writte
     push(ranks, random_weights(0))
     trainer, _ = described(random_weights(1))
     register(ranks, trainer, "r")
-    ranks.sources[1].forget(["r"])
+    ranks.sources[1].registrations.forget(["r"])
     reply = by_id(ranks, "r")
     assert reply.status_code == 404 and ranks.state == "serving" and ranks.hold(random_weights(0))
     assert ranks.version == "1"

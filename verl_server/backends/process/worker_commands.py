@@ -32,7 +32,7 @@ from verl_server.worker.weights.weight_updater import WeightUpdater
 class WorkerCommands:
     def __init__(self, model: UpdatedModel, tp: TpGroup, server_args: ServerArgs) -> None:
         sources = WeightSources(model, tp, server_args)
-        self._model = model
+        self._model, self._registrations = model, sources.registrations
         self._stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
         self._weights = WeightUpdater(model, tp, sources, server_args)
 
@@ -79,5 +79,5 @@ class WorkerCommands:
             released=weights.released,
             refusal=weights.refusal(),
             num_parameters=len(self._model.weight_map.parameters),
-            registrations=weights.registrations,
+            registrations=self._registrations.ids,
         )

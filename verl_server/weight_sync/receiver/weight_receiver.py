@@ -1,8 +1,8 @@
 """The server's side of a push: turns named sources into checked plans, which replace weights in place.
 
-Held by each rank's `WeightSources`. The stager thread calls `stage`, `stage_named`, `plan` and `register`: they open
-the trainers' memory and check everything that can be checked (names, shapes, dtypes, bounds, coverage) without
-writing a byte. The loop calls the rest. All of it is thread-safe.
+Held by each rank's `WeightSources`, which knows the requests; this module knows tensors and descriptions only, so it
+runs inside the workers of other engines, too. The stager's threads call it: it opens the trainers' memory and checks
+everything that can be checked (names, shapes, dtypes, bounds, coverage) without writing a byte. It is thread-safe.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class WeightReceiver:
         self._rank, self._size, self._device, self._fused = rank, size, device, fused
         self._gpu = _plain_uuid(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else ""
         self._memory = OpenAllocations(device)
-        self._registrations = Registrations(REGISTRATIONS, device)
+        self.registrations = Registrations(REGISTRATIONS, device)
+        """The plans that later pushes name by id. The loop looks them up and closes them."""
         self._warned = ""
-
-    # -- the stager ----------------------------------------------------------------------------------------------
 
     def stage(
         self,
@@ -121,22 +120,6 @@ class WeightReceiver:
         self._check(plan, strict_dtype, True, None)
         self._keep(description.id, plan)
 
-    # -- the loop ------------------------------------------------------------------------------------------------
-
-    def registered(self, id: str) -> UpdatePlan | None:
-        """The plan of a registration; None if it is not known (any more)."""
-        return self._registrations.get(id)
-
-    @property
-    def registration_ids(self) -> list[str]:
-        return self._registrations.ids
-
-    def forget(self, ids: list[str] | None) -> None:
-        """Close registrations, all of them for None. Unknown ids are ignored."""
-        self._registrations.forget(ids)
-
-    # --------------------------------------------------------------------------------------------------------------
-
     def _described(self, description: WeightsDescription) -> UpdatePlan:
         memory = self._memory.hold()
         names = self._names.settle([tensor.name for tensor in description.tensors])
@@ -158,7 +141,7 @@ class WeightReceiver:
             raise WeightUpdateError(plan.changes_under_its_names)
         if plan.scattered:  # the loop would read it at every push
             raise WeightUpdateError(f"The elements of '{plan.scattered}' lie far apart in memory. Make it contiguous.")
-        self._registrations.put(id, plan)
+        self.registrations.put(id, plan)
 
     def _handle(self, name: str, value: LocalSerializedTensor | TensorHandle) -> TensorHandle:
         if isinstance(value, TensorHandle):

@@ -45,6 +45,7 @@ class WeightSources:
         self._receiver = WeightReceiver(
             model.weight_map, tp.rank, tp.size, model.device, fused=server_args.fused_weight_copy
         )
+        self.registrations = self._receiver.registrations
         self._allow_hub, self._own_path = server_args.allow_hub_updates, server_args.model_path
         self.groups = WeightGroups(self._receiver, model, tp, server_args)
 
@@ -71,19 +72,6 @@ class WeightSources:
             case BeginWeightUpdateReq():
                 _check_selector(req.selector)
 
-    @property
-    def registrations(self) -> list[str]:
-        """Ids of the descriptions that are kept for later pushes."""
-        return self._receiver.registration_ids
-
-    def forget(self, ids: list[str] | None) -> None:
-        """Close the registrations in `ids`, or all of them if None. Unknown ids are ignored."""
-        self._receiver.forget(ids)
-
-    def release(self) -> None:
-        """Close every registration because the weights are released. Trainers may then free their memory."""
-        self._receiver.forget(None)
-
     # -- the stager ----------------------------------------------------------------------------------------------
 
     def adopt_thread(self) -> None:
@@ -107,7 +95,7 @@ class WeightSources:
                 return self.groups.receive(req)
             case RegisterWeightsReq():
                 self._receiver.register(req.description, strict_dtype=req.strict_dtype)
-                return Done(lambda: self._receiver.forget([req.description.id]))
+                return Done(lambda: self.registrations.forget([req.description.id]))
             case InitWeightsUpdateGroupReq():
                 return self.groups.join(req)
 
@@ -155,7 +143,7 @@ class WeightSources:
 
         Raise UnknownRegistrationError if there is none, WeightUpdateError if it does not fit the options of `req`.
         """
-        plan = self._receiver.registered(req.registration or "")
+        plan = self.registrations.get(req.registration or "")
         if plan is None:
             raise UnknownRegistrationError(
                 f"No weights are registered under '{req.registration}'. The server drops a registration when it "

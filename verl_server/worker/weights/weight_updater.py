@@ -109,11 +109,6 @@ class WeightUpdater:
         """Tags of the memory that is released."""
         return list(self._released)
 
-    @property
-    def registrations(self) -> list[str]:
-        """Ids of the descriptions that later pushes may name."""
-        return self._sources.registrations
-
     def refusal(self) -> str | None:
         """Return the reason why generation cannot be served now, None if it can."""
         if self.state == "asleep":
@@ -137,10 +132,10 @@ class WeightUpdater:
             case RegisterWeightsReq():
                 assert prepared is not None
                 prepared.commit()
-                self._sources.forget(req.forget)
+                self._sources.registrations.forget(req.forget)
                 return f"Registered {len(req.description.tensors)} tensors.", {"registration": req.description.id}
             case UnregisterWeightsReq():
-                self._sources.forget(req.registrations)
+                self._sources.registrations.forget(req.registrations)
                 return "Success", None
             case InitWeightsUpdateGroupReq():
                 assert prepared is not None
@@ -169,7 +164,7 @@ class WeightUpdater:
 
     def _update(self, req: UpdateReq, prepared: Prepared | None) -> Outcome:
         if isinstance(req, UpdateWeightsFromTensorReq):
-            self._sources.forget(req.forget)
+            self._sources.registrations.forget(req.forget)
         self._need_weights("updated")
         start = time.perf_counter()
         transaction = self._transaction or self._new_transaction()
@@ -359,7 +354,7 @@ class WeightUpdater:
             if tag == "weights":
                 before, self._before_sleep = (self.state, self._unwritten), None
                 self.state = "asleep"
-                self._sources.release()
+                self._sources.registrations.forget(None)  # trainers may free their memory after the release
                 agree(self._tp, lambda: memory.release_weights(cpu_backup))
                 self._before_sleep = before
             elif tag == "kv_cache":
