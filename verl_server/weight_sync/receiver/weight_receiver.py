@@ -8,7 +8,8 @@ everything that can be checked (names, shapes, dtypes, bounds, coverage) without
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ from verl_server.errors import WeightUpdateError
 from verl_server.models.loader import WeightMap
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
 from verl_server.weight_sync.receiver.names import ModelNames
-from verl_server.weight_sync.receiver.open_memory import OpenAllocations, fault_in
+from verl_server.weight_sync.receiver.open_memory import HeldMemory, OpenAllocations, fault_in
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.weight_sync.receiver.registrations import Registrations
 from verl_server.weight_sync.receiver.sources import Source, described_source, handle_source, tensor_source
 from verl_server.weight_sync.sglang.payloads import give_back
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 REGISTRATIONS = 16
 """Registrations that are kept: enough for the sets of tensors of one trainer, few enough to bound mapped memory."""
@@ -78,16 +80,12 @@ class WeightReceiver:
         """Check an update that travels as one handle for each tensor, or one for each rank, and open its memory."""
         memory = self._memory.hold()
         try:
-            names = self._names.settle([name for name, _ in named_tensors])
-            sources = [
-                (known, handle_source(name, self._handle(name, value), memory))
-                for known, (name, value) in zip(names, named_tensors, strict=True)
-                if known is not None
-            ]
+            plan = self._plan(
+                named_tensors, lambda name, value: handle_source(name, self._handle(name, value), memory), memory
+            )
         finally:  # opening a pickled handle releases its reference; release those that are not opened
             pickled = {value.allocation: None for _, value in named_tensors if isinstance(value, TensorHandle)}
             give_back(allocation for allocation in pickled if allocation not in memory)
-        plan = UpdatePlan(self._map, sources, memory, fused=self._fused)
         self._check(plan, strict_dtype, partial, checksums)
         return plan
 
@@ -104,13 +102,7 @@ class WeightReceiver:
         Tensors on the meta device are only checked. Others may be filled later, but for those `compared`.
         """
         memory = self._memory.hold()
-        names = self._names.settle([name for name, _ in named_tensors])
-        sources = [
-            (known, tensor_source(name, tensor, memory))
-            for known, (name, tensor) in zip(names, named_tensors, strict=True)
-            if known is not None
-        ]
-        plan = UpdatePlan(self._map, sources, memory, fused=self._fused)
+        plan = self._plan(named_tensors, lambda name, tensor: tensor_source(name, tensor, memory), memory)
         plan.check(strict_dtype=strict_dtype, partial=partial)
         return plan
 
@@ -122,11 +114,19 @@ class WeightReceiver:
 
     def _described(self, description: WeightsDescription) -> UpdatePlan:
         memory = self._memory.hold()
-        names = self._names.settle([tensor.name for tensor in description.tensors])
-        sources: list[tuple[str, Source]] = [
-            (known, described_source(tensor, description.allocations, memory, self._nearest))
-            for known, tensor in zip(names, description.tensors, strict=True)
-            if known is not None
+        return self._plan(
+            [(tensor.name, tensor) for tensor in description.tensors],
+            lambda _, tensor: described_source(tensor, description.allocations, memory, self._nearest),
+            memory,
+        )
+
+    def _plan(
+        self, named: Sequence[tuple[str, T]], source: Callable[[str, T], Source], memory: HeldMemory
+    ) -> UpdatePlan:
+        """Plan from the `source` of each of `named` that the model has. `memory` is the one that the sources read."""
+        names = self._names.settle([name for name, _ in named])
+        sources = [
+            (known, source(name, value)) for known, (name, value) in zip(names, named, strict=True) if known is not None
         ]
         return UpdatePlan(self._map, sources, memory, fused=self._fused)
 
