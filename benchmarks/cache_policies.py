@@ -104,7 +104,7 @@ def _without_protection(planner: BatchPlanner) -> None:
     """Evict the least recently used page, whoever needs it."""
     _without_expectation(planner)
     planner.cache.want = planner.cache.unwant = lambda node: None  # type: ignore[method-assign]
-    planner._yields = lambda req, node, reserved: False  # type: ignore[method-assign]
+    planner.admission._yields = lambda running, req, node, reserved: False  # type: ignore[method-assign]
 
 
 def _without_expectation(planner: BatchPlanner) -> None:
@@ -114,7 +114,7 @@ def _without_expectation(planner: BatchPlanner) -> None:
 
 
 def _without_headroom(planner: BatchPlanner) -> None:
-    planner._headroom.lost = lambda pages: None  # type: ignore[method-assign]
+    planner.admission.headroom.lost = lambda pages: None  # type: ignore[method-assign]
 
 
 POLICIES = {

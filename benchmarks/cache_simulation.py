@@ -133,7 +133,7 @@ class Simulation:
                 continue
             for req in batch.prefills:
                 self._started(req)
-            used = self.planner.pages.num_pages - self.planner.available_pages()
+            used = self.planner.pages.num_pages - self.planner.cache.available_pages()
             self.accesses.append(Access("hold", held=used))
             self.num_steps += 1
             self.decoded += len(batch.sampled)

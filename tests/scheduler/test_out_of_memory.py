@@ -124,7 +124,7 @@ def test_requests_whose_sampling_takes_much_wait_for_each_other() -> None:
     h = Harness(**ROOMY)
     h.runner.step_budget = 100
     h.runner.step_bytes = lambda spec: 40 if spec.top_logprobs_num else 0
-    h.scheduler.planner.step_budget = 100
+    h.scheduler.planner.admission.step_budget = 100
     for i in range(4):
         h.add(f"heavy{i}", prompt(i, 6), 5, return_logprob=True, top_logprobs_num=2)
     h.steps()
@@ -142,7 +142,7 @@ def test_the_budget_of_sampling_is_read_again_after_a_resume() -> None:
     h.runner.step_budget = 50
     h.scheduler.handle(ResumeMemoryOccupationReq(id=2))
     h.steps()
-    assert h.scheduler.planner.step_budget == 50
+    assert h.scheduler.planner.admission.step_budget == 50
 
 
 def test_a_request_whose_sampling_never_fits_is_refused() -> None:

@@ -174,7 +174,7 @@ def test_abort_returns_partial_output_before_the_reply(fields: dict[str, Any]) -
 def test_a_cached_prompt_is_computed_anew_after_an_update() -> None:
     h = serving()
     h.run()
-    assert h.control(update(1)).success and h.scheduler.planner.available_pages() == 64
+    assert h.control(update(1)).success and h.scheduler.planner.cache.available_pages() == 64
     h.add("a", prompt(0, 9), 4)
     h.run()
     assert h.last["a"][0].cached_tokens == [0] and h.tokens["a"] == generate(prompt(0, 9), 4, 1)
@@ -471,7 +471,7 @@ def test_flush_only_when_idle_and_waits_at_most_its_timeout() -> None:
     assert h.replies[2].success is False and 3 not in h.replies
     h.run()
     h.steps()
-    assert h.replies[3].success and h.scheduler.planner.available_pages() == 64
+    assert h.replies[3].success and h.scheduler.planner.cache.available_pages() == 64
     assert h.scheduler.control.wait_seconds() is None
 
 
@@ -482,7 +482,7 @@ def test_flush_while_paused_ignores_waiting_but_not_frozen_requests() -> None:
     h.control(PauseGenerationReq(id=3, mode="retract"))
     assert h.scheduler.planner.cache.num_shareable > 0
     assert h.control(FlushCacheReq(id=4)).success
-    assert h.scheduler.planner.available_pages() == 64
+    assert h.scheduler.planner.cache.available_pages() == 64
     h.control(ContinueGenerationReq(id=5))
     h.run()
     assert h.tokens["r0"] == generate(prompt(0, 9), 10, 0)
@@ -496,7 +496,7 @@ def test_release_is_refused_while_anything_runs() -> None:
     assert h.control(ReleaseMemoryOccupationReq(id=3)).success is False
     h.control(PauseGenerationReq(id=4, mode="abort"))
     assert h.control(ReleaseMemoryOccupationReq(id=5)).success
-    assert h.scheduler.planner.available_pages() == 64, "the cache holds no page of released memory"
+    assert h.scheduler.planner.cache.available_pages() == 64, "the cache holds no page of released memory"
 
 
 def test_internal_state() -> None:

@@ -6,16 +6,12 @@ removes requests. One step may be in flight while the next is planned. Pages and
 writes may be assigned again, because the device runs steps in order.
 
 Policy: every running request decodes in every step. Prefills fill the rest of the step, oldest first, with at most
-`chunked_prefill_size` prompt tokens. Waiting requests start in the order of the `WaitingQueue`. Priority matters in the
-queue only: no running request makes room for a waiting one, and a waiting request of low priority may wait for as long
-as requests of higher priority arrive. With `lpm`, running episodes end before new ones begin if the pool cannot hold
-the histories of all: see `_yields`. `ExpectedReturn` learns how long the history of a turn is worth keeping.
-Admission is optimistic: see `Reserve`. If pages run out, the newest request is retracted: it keeps its tokens, loses
-its KV, and is computed again later. The oldest request always fits (this is checked at arrival), so there is always
-progress. Admission also bounds the sum of the memory that sampling takes beyond a plain draw (penalties, filters,
-log-probabilities of many tokens). A step reports a bounded number of log-probabilities of prompt tokens, so that a
-prompt with hundreds of candidates for each token does not delay the tokens of other requests. If a step runs out of
-memory nevertheless, steps become smaller (`StepLimits`).
+`chunked_prefill_size` prompt tokens. Then `Admission` decides which waiting requests start. `ExpectedReturn` learns how
+long the history of a turn is worth keeping. If pages run out, the newest request is retracted: it keeps its tokens,
+loses its KV, and is computed again later. The oldest request always fits (this is checked at arrival), so there is
+always progress. A step reports a bounded number of log-probabilities of prompt tokens, so that a prompt with hundreds
+of candidates for each token does not delay the tokens of other requests. If a step runs out of memory nevertheless,
+steps become smaller (`StepLimits`).
 """
 
 from __future__ import annotations
@@ -25,20 +21,17 @@ import math
 import time
 from collections.abc import Callable
 
+from verl_server.scheduler.admission import Admission
 from verl_server.scheduler.cache.expected_return import ExpectedReturn
 from verl_server.scheduler.cache.free_lists import PagePool, PageTableRows
-from verl_server.scheduler.cache.headroom import Headroom
 from verl_server.scheduler.cache.page_node import PageNode
 from verl_server.scheduler.cache.radix_cache import RadixCache
-from verl_server.scheduler.reserve import Reserve
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 from verl_server.scheduler.session_histories import SessionHistories
 from verl_server.scheduler.step_limits import StepLimits
 from verl_server.scheduler.waiting_queue import SchedulePolicy, WaitingQueue
 
 _MOST_REPORTED = 16384  # bound on the log-probabilities of prompt tokens in a step: all other requests wait for them
-_IDLE_SHARE = 0.5  # of the pool: while running requests hold less, steps are small, and new episodes need not yield
-_MAX_SKIPPED = 256  # bound on the waiting requests that one step passes over because they cannot start yet
 
 
 class BatchPlanner:
@@ -56,25 +49,17 @@ class BatchPlanner:
         max_age: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_budget`: bound on the sum of `Req.step_bytes` of all running requests, None for no bound.
-
-        `schedule_policy` and `max_age`: see `WaitingQueue`. `clock` returns seconds.
-        """
+        """`step_budget`: see `Admission`. `schedule_policy`, `max_age`: see `WaitingQueue`. `clock` returns seconds."""
         self.page_size = page_size
         self.limits = StepLimits(max_rows, chunked_prefill_size)
-        self.step_budget = step_budget
-        """Bound on the sum of `Req.step_bytes` of all running requests, None for no bound."""
-        self._step_bytes = 0
-        """Sum of `Req.step_bytes` of all running requests."""
         self.pages = PagePool(num_pages)
         self.rows = PageTableRows(max_rows)
         self.returns = ExpectedReturn()
         """Decides how long the history of a turn is kept."""
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache, self.returns)
         self.waiting = WaitingQueue(self.cache, schedule_policy, max_age, clock)
+        self.admission = Admission(self.waiting, self.cache, step_budget, clock)
         self._histories = SessionHistories(self.cache, self.returns)
-        self._reserve = Reserve(page_size)
-        self._headroom = Headroom(num_pages)
         self._clock = clock
         self.running: list[Req] = []
         self.num_retractions = 0
@@ -190,13 +175,13 @@ class BatchPlanner:
                 decodes, growing, prefills = (
                     [req for req in reqs if req in chosen] for reqs in (decodes, growing, prefills)
                 )
-            if len(growing) <= self.available_pages():
+            if len(growing) <= self.cache.available_pages():
                 for req in growing:
                     self._grow(req, 1)
                 admit = bool(self.waiting) and not retracted and not self.limits.has_suspects
                 room = self.limits.rows - len(decodes)
                 if reqs := decodes + self._plan_prefills(prefills, room, admit, only_started):
-                    self._reserve.step_planned(retracted)
+                    self.admission.reserve.step_planned(retracted)
                     return ScheduleBatch.build(reqs)
                 if not self.running:
                     return None
@@ -266,7 +251,7 @@ class BatchPlanner:
 
     def _take_chunk(self, req: Req, budget: int) -> int:
         """Plan the next chunk of a prefill, as long as `budget` and pages allow. Return the length in tokens."""
-        room = (len(req.pages) + self.available_pages()) * self.page_size - req.cached_len
+        room = (len(req.pages) + self.cache.available_pages()) * self.page_size - req.cached_len
         chunk = min(budget, len(req.token_ids) - req.cached_len, room, self._reportable_tokens(req))
         if chunk <= 0:
             return 0
@@ -289,66 +274,27 @@ class BatchPlanner:
         reported = max(int(first), self._reported_room // prompt.per_token)
         return max(0, prompt.start - req.cached_len) + reported if reported else 0
 
-    # -- admission -------------------------------------------------------------------------------------------
-
     def _admit(self, budget: int, room: int, only_started: bool) -> list[Req]:
-        """Start up to `room` waiting requests in order, while budget, rows, pages and memory for steps suffice.
-
-        Return the started requests.
-        """
+        """Start up to `room` waiting requests while budget and rows suffice. Return the started requests."""
         admitted: list[Req] = []
         if budget <= 0 or room <= 0 or not self.rows.available or (only_started and not self._num_retracted):
             return admitted
-        reserved = self._reserve.expected_pages(self.running)
-        computing = {self._next_page(req) for req in self.running if req.prefilling}
-        self.waiting.age()
-        skipped = 0
-        while skipped < len(self.waiting) and budget > 0 and self.rows.available and len(admitted) < room:
-            req = self.waiting[skipped]
-            if (only_started and not req.started) or self._reportable_tokens(req) == 0:
-                skipped += 1
-            elif (node := self.waiting.rematch(skipped)) is None:
-                continue  # another request is in this place now
-            elif self._is_computed(req, node, computing) or self._yields(req, node, reserved):
-                skipped += 1
-            elif self._start(req, node, reserved):
-                budget -= self._take_chunk(req, budget)
-                reserved += self._reserve.expected_pages([req])
-                computing.add(self._next_page(req))
-                admitted.append(req)
-            else:
-                break
-            if skipped > _MAX_SKIPPED and not only_started:
+        for req, node in self.admission.admitted(self.running, only_started, self._reportable_tokens):
+            self._start(req, node)
+            budget -= self._take_chunk(req, budget)
+            admitted.append(req)
+            if budget <= 0 or len(admitted) >= room or not self.rows.available:
                 break
         return admitted
 
-    def _is_computed(self, req: Req, node: PageNode, computing: set[PageKey]) -> bool:
-        """Return True if a running prefill computes the next page of the request, which has `node` already.
-
-        Requests of one group arrive together. Waiting for the prefill of the first request is cheaper than computing
-        the prompt for each of them. The wait is short, because prefills run oldest first.
-        """
-        if self.cache.disabled or req.reuse_limit() < (node.depth + 1) * self.page_size:
-            return False
-        return _page_key(node, req, self.page_size) in computing
-
-    def _next_page(self, req: Req) -> PageKey:
-        """Return the key of the page that a running prefill will share next through the prefix cache."""
-        assert req.node is not None
-        return _page_key(req.node, req, self.page_size)
-
-    def _start(self, req: Req, node: PageNode, reserved: int) -> bool:
-        """Assign a row and the cached pages down to `node` to a waiting request. Return False if memory is short."""
-        cache = self.cache
-        need = self._needed_pages(req, node) + reserved
-        if self.running and not (self._has_step_bytes(req) and self._has_pages(need, node)):
-            return False
-        cache.lock(node)
+    def _start(self, req: Req, node: PageNode) -> None:
+        """Assign a row and the cached pages down to `node` to a waiting request."""
+        self.cache.lock(node)
         self.waiting.remove(req)
         req.row = self.rows.alloc()
-        self._step_bytes += req.step_bytes
+        self.admission.step_bytes += req.step_bytes
         req.node = node
-        req.pages = cache.path_pages(node)
+        req.pages = self.cache.path_pages(node)
         req.cached_len = req.sound_len = node.depth * self.page_size
         if req.pages:
             req.page_updates = [(0, list(req.pages))]
@@ -361,46 +307,12 @@ class BatchPlanner:
             self.num_prompt_tokens += len(req.prompt_ids)
             self.num_cached_tokens += req.cached_tokens
         self.running.append(req)
-        return True
-
-    def _yields(self, req: Req, node: PageNode, reserved: int) -> bool:
-        """Return True if a waiting request should leave the pages that it needs to episodes that run.
-
-        A request of which less than half is cached begins an episode, or continues one that lost its pages. It takes no
-        page that will probably be used again soon, and leaves the headroom for the growth of running episodes, unless
-        it is overdue, or running requests would hold less than half of the pool. So histories stay in the cache until
-        episodes end.
-        """
-        if not (self.running and self.waiting.by_prefix) or req.started or req.overdue or self.waiting.is_cached(req):
-            return False
-        available, need = self.available_pages(), self._needed_pages(req, node) + reserved
-        if self.pages.num_pages - available + need <= _IDLE_SHARE * self.pages.num_pages:
-            return False
-        self.cache.kept.expire(self._clock())
-        return need + self._headroom.pages > available - self.cache.kept.count
-
-    def _has_pages(self, need: int, node: PageNode) -> bool:
-        """Return True if `need` pages are free or can be evicted besides those down to `node`."""
-        available = self.available_pages()
-        return need <= available and need <= available - self.cache.num_idle(node)
-
-    def _needed_pages(self, req: Req, node: PageNode) -> int:
-        """Return the pages that a waiting request needs besides those down to `node`, with what it may sample."""
-        return self._reserve.expected_pages([req]) - node.depth
-
-    def _has_step_bytes(self, req: Req) -> bool:
-        """Return True if a step has memory to sample for one more request."""
-        return self.step_budget is None or self._step_bytes + req.step_bytes <= self.step_budget
 
     # -- pages -----------------------------------------------------------------------------------------------
 
-    def available_pages(self) -> int:
-        """Return the number of pages that are free or can be evicted from the prefix cache."""
-        return self.pages.available + self.cache.evictable
-
     def num_used_tokens(self) -> int:
         """Return the capacity in tokens that running requests hold."""
-        return (self.pages.num_pages - self.available_pages()) * self.page_size
+        return (self.pages.num_pages - self.cache.available_pages()) * self.page_size
 
     def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -414,7 +326,7 @@ class BatchPlanner:
             kept = self.cache.kept.count
             self.cache.evict(short)
             if not self._num_retracted:  # otherwise these are pages of retracted requests, which wait for them
-                self._headroom.lost(min(short, kept - self.cache.kept.count))
+                self.admission.headroom.lost(min(short, kept - self.cache.kept.count))
         taken = self.pages.alloc(count)
         req.page_updates.append((len(req.pages), taken))
         req.pages += taken
@@ -439,13 +351,13 @@ class BatchPlanner:
         now = keep_until = self._clock()
         self.cache.kept.expire(now)
         if ended:
-            self._headroom.turn_ended()
+            self.admission.headroom.turn_ended()
             keep_until = self._histories.end_turn(req, req.node, now)
         self.cache.unlock(req.node, keep_until if self.waiting.by_prefix else 0.0)
         if ended and req.session_over:
             self.cache.finish(req.node)
         self.rows.free(req.row)
-        self._step_bytes -= req.step_bytes
+        self.admission.step_bytes -= req.step_bytes
         req.row, req.node, req.pages, req.page_updates = -1, None, [], []
         req.cached_len = req.device_len = req.sound_len = req.num_pending = 0
         req.prefilling = False
@@ -473,7 +385,7 @@ class BatchPlanner:
             owned += req.pages[req.num_shared :]
         assert len(set(owned)) == len(owned), "a KV page has two owners"
         assert len({req.row for req in self.running}) == len(self.running), "two requests share a page-table row"
-        assert self._step_bytes == sum(req.step_bytes for req in self.running), "memory of steps was lost"
+        assert self.admission.step_bytes == sum(r.step_bytes for r in self.running), "memory of steps was lost"
         for req in self.waiting:
             assert req.row < 0 and not req.pages and req.node is None, "a waiting request holds KV"
         assert self._num_retracted == sum(req.started for req in self.waiting)
@@ -481,12 +393,3 @@ class BatchPlanner:
 
 def _arrival(req: Req) -> int:
     return req.arrival
-
-
-PageKey = tuple[int, tuple[int, ...]]
-
-
-def _page_key(node: PageNode, req: Req, page_size: int) -> PageKey:
-    """Return the key of the page of `req` directly below `node`: (id of the node, tokens of the page)."""
-    start = node.depth * page_size
-    return id(node), tuple(req.token_ids[start : start + page_size])

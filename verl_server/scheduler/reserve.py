@@ -17,7 +17,7 @@ _CLIP = 4096
 
 
 class Reserve:
-    """Owned by the `BatchPlanner`."""
+    """Owned by `Admission`."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size

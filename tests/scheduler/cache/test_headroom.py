@@ -25,14 +25,14 @@ def test_a_new_episode_leaves_headroom_once_others_lost_their_pages() -> None:
     planner = h.scheduler.planner
     h.add("running", prompt(1, 200), 100)
     h.steps(2)
-    assert planner.available_pages() == 49
+    assert planner.cache.available_pages() == 49
     h.add("fits", prompt(2, 80), 4)
     h.steps()
     assert h.scheduler.requests["fits"].started, "nothing was lost yet"
     h.run()
     h.add("running again", prompt(1, 200), 100)
     h.steps(2)
-    planner._headroom.lost(40)
+    planner.admission.headroom.lost(40)
     h.add("yields", prompt(3, 80), 4)
     h.steps(2)
     assert not h.scheduler.requests["yields"].started
@@ -57,17 +57,17 @@ def test_pages_that_episodes_take_from_each_other_raise_it_and_unused_ones_do_no
     h.clock.now += 100.0  # the agent will not return
     h.add("grows", prompt(2, 120), 4)
     h.run()
-    assert planner._headroom.pages == 0
+    assert planner.admission.headroom.pages == 0
     agent(h, 3)
     h.add("grows again", prompt(4, 130), 4)
     h.run()
-    assert planner._headroom.pages >= 5, "the history of agent 3 was kept"
+    assert planner.admission.headroom.pages >= 5, "the history of agent 3 was kept"
     h.clock.now += 1000.0
-    lost = planner._headroom.pages
+    lost = planner.admission.headroom.pages
     for i in range(300):
         h.add(f"short{i}", prompt(5, 8), 1)
         h.run()
-    assert planner._headroom.pages < lost, "turns ended, and none lost its pages"
+    assert planner.admission.headroom.pages < lost, "turns ended, and none lost its pages"
 
 
 def test_retractions_do_not_raise_it() -> None:
@@ -76,12 +76,12 @@ def test_retractions_do_not_raise_it() -> None:
     for i in range(8):
         h.add(f"r{i}", prompt(i, 12), 40)
     h.run()
-    assert h.scheduler.planner.num_retractions and h.scheduler.planner._headroom.pages == 0
+    assert h.scheduler.planner.num_retractions and h.scheduler.planner.admission.headroom.pages == 0
 
 
 def test_turns_that_end_by_a_stop_string_lower_it() -> None:
     h = Harness()
-    headroom = h.scheduler.planner._headroom
+    headroom = h.scheduler.planner.admission.headroom
     headroom.lost(10)
     h.add("a", prompt(1, 9), 20)
     h.steps(2)

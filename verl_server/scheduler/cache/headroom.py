@@ -18,7 +18,7 @@ as long as one of many."""
 
 
 class Headroom:
-    """Owned by the `BatchPlanner`."""
+    """Owned by `Admission`."""
 
     def __init__(self, num_pages: int) -> None:
         self._most = _MOST * num_pages

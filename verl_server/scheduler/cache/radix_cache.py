@@ -64,6 +64,10 @@ class RadixCache:
         """Number of pages that are neither free nor owned by one request."""
         return self.evictable + self.protected + self.detached
 
+    def available_pages(self) -> int:
+        """Return the number of pages that are free or can be evicted."""
+        return self.pool.available + self.evictable
+
     @property
     def num_shareable(self) -> int:
         """Number of pages in the trees, which new requests can share."""
