@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from verl_server.errors import BadRequestError, ContextLengthError
+from verl_server.errors import BadRequestError
 from verl_server.messages.io_struct import (
     AbortReq,
     FinishReason,
@@ -40,6 +40,7 @@ from verl_server.scheduler.batch_planner import BatchPlanner
 from verl_server.scheduler.control.control_queue import ControlQueue
 from verl_server.scheduler.control.profiler import StepProfiler
 from verl_server.scheduler.grammars import Grammars
+from verl_server.scheduler.request_checks import check_request
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
 from verl_server.server_args import ServerArgs
@@ -180,17 +181,22 @@ class Scheduler:
         if message.rid in self.requests:
             logger.error("Dropped a request, because another live request has the same rid %r.", message.rid)
             return
-        refused = self._check_request(message)
+        runner, capacity = self.worker.runner, self.planner.max_tokens()
+        try:
+            check_request(message, runner.vocab_size, runner.context_length, capacity)
+        except BadRequestError as error:
+            self._refuse(message, FinishReason.refused(error))
+            return
+        refused = self._refusal_now(message)
         if refused is not None:
             self._refuse(message, refused)
             return
         max_new_tokens = message.sampling.max_new_tokens
         if max_new_tokens is None:
-            room = min(self.worker.runner.context_length, self.planner.max_tokens() + 1)
-            max_new_tokens = room - len(message.input_ids)
+            max_new_tokens = min(runner.context_length, capacity + 1) - len(message.input_ids)
         seed = message.sampling.sampling_seed
         req = Req(message, self._arrivals + 1, max_new_tokens, self._seeds.getrandbits(63) if seed is None else seed)
-        req.step_bytes, budget = self.worker.runner.step_bytes(req.spec), self.worker.runner.step_budget
+        req.step_bytes, budget = runner.step_bytes(req.spec), runner.step_budget
         if budget is not None and req.step_bytes > budget:
             self._refuse(message, _refused(400, _TOO_LARGE.format(needed=req.step_bytes >> 20, budget=budget >> 20)))
             return
@@ -218,26 +224,8 @@ class Scheduler:
         self._output.add_refusal(message.rid, reason)
         self.stats.num_aborted += 1
 
-    def _check_request(self, message: TokenizedGenerateReq) -> FinishReason | None:
-        """Return the reason why a request is refused, None if it is accepted."""
-        ids, runner = message.input_ids, self.worker.runner
-        prompt_len, new_len = len(ids), message.sampling.max_new_tokens or 0
-        if prompt_len == 0:
-            return _refused(400, "The prompt is empty. It needs at least one token.")
-        try:
-            _check_values(message, runner.vocab_size)
-        except BadRequestError as error:
-            return _refused(400, str(error))
-        if prompt_len + new_len > runner.context_length or prompt_len >= runner.context_length:
-            return FinishReason.refused(ContextLengthError.of(prompt_len, new_len, runner.context_length))
-        # The KV of the last sampled token is never computed, so this token needs no place in the pool.
-        needed, capacity = prompt_len + max(new_len - 1, 0), self.planner.max_tokens()
-        if needed > capacity:
-            cause = (
-                f"the KV cache of {capacity} tokens holds no more: raise max_total_tokens, kv_cache_gib or "
-                "mem_fraction_static"
-            )
-            return FinishReason.refused(ContextLengthError.of(prompt_len, new_len, capacity + 1, cause))
+    def _refusal_now(self, message: TokenizedGenerateReq) -> FinishReason | None:
+        """Return the reason why the server refuses the request in its present state, None if it accepts it."""
         if message.grammar and self.grammars.refusal is not None:
             return _refused(400, self.grammars.refusal)
         refusal = self.worker.weights.refusal()
@@ -488,20 +476,3 @@ class Scheduler:
 
 def _refused(status_code: int, message: str) -> FinishReason:
     return FinishReason(type="abort", message=message, status_code=status_code)
-
-
-def _check_values(message: TokenizedGenerateReq, vocab_size: int) -> None:
-    """Raise BadRequestError for values that would be invalid indices on the device or make a whole step fail."""
-    message.sampling.verify()
-    message.sampling.verify_vocab(vocab_size)
-    words = message.bad_words_ids
-    if any(not word for word in words):
-        raise BadRequestError("bad_words_ids must be sequences of at least one token id.")
-    given = [("input_ids", message.input_ids), ("token_ids_logprob", message.token_ids_logprob)]
-    for name, ids in [*given, *(("bad_words_ids", word) for word in words)]:
-        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-            raise BadRequestError(f"{name} must be token ids in 0..{vocab_size - 1}, the model's vocabulary.")
-    if not 0 <= message.sampling_mask_num <= vocab_size:
-        raise BadRequestError(f"sampling_mask_num must be in 0..{vocab_size}, not {message.sampling_mask_num}.")
-    if not 0 <= message.top_logprobs_num <= vocab_size:
-        raise BadRequestError(f"top_logprobs_num must be in 0..{vocab_size}, not {message.top_logprobs_num}.")
