@@ -68,14 +68,14 @@ def test_release_frees_device_memory(tiny_llama: Path) -> None:
     runner = make_runner(
         tiny_llama, device=CUDA, mem_fraction_static=0.5, max_total_tokens=None, max_running_requests=4096
     )
-    held = runner.memory_figures()
-    runner.release_kv_cache()
-    runner.release_weights()
-    freed = runner.memory_figures()["device_free_bytes"] - held["device_free_bytes"]
+    held = runner.memory.figures()
+    runner.memory.release_kv_cache()
+    runner.memory.release_weights()
+    freed = runner.memory.figures()["device_free_bytes"] - held["device_free_bytes"]
     assert held["kv_cache_bytes"] > 256 << 20 and freed > 0.95 * held["kv_cache_bytes"]
-    runner.resume_weights()
-    runner.resume_kv_cache()
-    assert runner.memory_figures()["kv_cache_bytes"] == held["kv_cache_bytes"]
+    runner.memory.resume_weights()
+    runner.memory.resume_kv_cache()
+    assert runner.memory.figures()["kv_cache_bytes"] == held["kv_cache_bytes"]
 
 
 @pytest.mark.gpu_alone
@@ -87,7 +87,7 @@ def test_the_kv_cache_is_a_share_of_what_was_free(tiny_llama: Path) -> None:
     free_before, _ = torch.cuda.mem_get_info(CUDA)
     settings = {"mem_fraction_static": 0.5, "max_total_tokens": None, "max_running_requests": 2**17}
     runner = make_runner(tiny_llama, device=CUDA, disable_cuda_graph=True, chunked_prefill_size=1024, **settings)
-    held = runner.memory_figures()
+    held = runner.memory.figures()
     static = held["kv_cache_bytes"] + held["weight_bytes"]
     assert static == pytest.approx(0.5 * free_before, rel=0.05)
     del other

@@ -206,7 +206,11 @@ class FakeModelRunner:
     def warm_up(self) -> bool:
         raise AssertionError("there is nothing to warm up")
 
-    def memory_figures(self) -> dict[str, Any]:
+    @property
+    def memory(self) -> FakeModelRunner:
+        return self
+
+    def figures(self) -> dict[str, Any]:
         return {"weight_bytes": 0, "kv_cache_bytes": len(self.kv) * 8}
 
     def _check_shape(self, batch: ForwardBatch, specs: list[SampleSpec]) -> None:

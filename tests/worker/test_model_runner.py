@@ -67,7 +67,7 @@ def big_runner(tmp_path: Path) -> ModelRunner:
 
 def test_release_gives_memory_back_and_resume_keeps_addresses(big_runner: ModelRunner) -> None:
     runner = big_runner
-    figures = runner.memory_figures()
+    figures = runner.memory.figures()
     kv, weights = int(figures["kv_cache_bytes"]), int(figures["weight_bytes"])
     assert kv > 8 << 20 and weights > 50 << 20
     parameters = list(runner.model.parameters())
@@ -76,14 +76,14 @@ def test_release_gives_memory_back_and_resume_keeps_addresses(big_runner: ModelR
 
     for _ in range(3):
         before = resident_bytes()
-        runner.release_kv_cache()
+        runner.memory.release_kv_cache()
         assert before - resident_bytes() > 0.95 * kv
-        runner.release_weights()
+        runner.memory.release_weights()
         assert before - resident_bytes() > 0.95 * (kv + weights)
-        assert runner.memory_figures()["kv_cache_bytes"] == runner.memory_figures()["weight_bytes"] == 0
-        assert runner.resume_weights() is False
-        runner.resume_kv_cache()
-        assert runner.memory_figures() == figures
+        assert runner.memory.figures()["kv_cache_bytes"] == runner.memory.figures()["weight_bytes"] == 0
+        assert runner.memory.resume_weights() is False
+        runner.memory.resume_kv_cache()
+        assert runner.memory.figures() == figures
         assert all((p == 0).all() for p in parameters)  # the padding of the vocabulary must be zero
         for view in views:  # views that were made before the release write into the resumed memory
             view.fill_(0.5)
@@ -95,11 +95,11 @@ def test_release_gives_memory_back_and_resume_keeps_addresses(big_runner: ModelR
 
 def test_memory_figures_of_a_gpu(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(tiny_llama)
-    assert "allocator_retries" not in runner.memory_figures()
-    monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
+    assert "allocator_retries" not in runner.memory.figures()
+    monkeypatch.setattr(runner.memory, "_device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 2))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
-    figures = runner.memory_figures()
+    figures = runner.memory.figures()
     assert figures["device_free_bytes"] == 1 and figures["device_total_bytes"] == 2
     assert figures["allocator_retries"] == 3
 
@@ -112,7 +112,7 @@ def test_weights_are_aligned_and_apart(tiny_qwen2: Path) -> None:
     assert all(start % 512 == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     taken = sum(end - start for start, end in spans)
-    assert taken <= runner.memory_figures()["weight_bytes"] < taken + 512 * len(spans) + 4096
+    assert taken <= runner.memory.figures()["weight_bytes"] < taken + 512 * len(spans) + 4096
 
 
 def test_vocabulary_padding_is_zero_at_first_and_after_resume(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_vocabulary_padding_is_zero_at_first_and_after_resume(tmp_path: Path) ->
     runner = ModelRunner(args.replace(cpu_threads=1), last_rank, torch.device("cpu"))
     embedding = runner.model.embed_tokens.weight
     assert embedding.shape[0] == 162 and (embedding[:161] != 0).any() and (embedding[161] == 0).all()
-    runner.release_weights()
-    runner.resume_weights()
+    runner.memory.release_weights()
+    runner.memory.resume_weights()
     assert (embedding == 0).all()
 
 
@@ -131,8 +131,8 @@ def test_backup_brings_the_weights_back(tiny_qwen3: Path) -> None:
     runner = make_runner(tiny_qwen3, enable_weights_cpu_backup=True)
     expected = {name: runner.weight_map.read(name) for name in runner.weight_map.slots}
     for _ in range(2):
-        runner.release_weights()
-        assert runner.resume_weights() is True
+        runner.memory.release_weights()
+        assert runner.memory.resume_weights() is True
         for name, tensor in expected.items():
             assert torch.equal(runner.weight_map.read(name), tensor), name
         name = "model.norm.weight"  # the next cycle must restore the newest values
@@ -143,20 +143,20 @@ def test_backup_brings_the_weights_back(tiny_qwen3: Path) -> None:
 def test_releasing_and_resuming_twice_is_harmless(tiny_llama: Path) -> None:
     runner = make_runner(tiny_llama)
     before = runner.weight_map.read("model.norm.weight")
-    assert runner.resume_weights() is True  # nothing was released, so the weights are present
-    runner.resume_kv_cache()
+    assert runner.memory.resume_weights() is True  # nothing was released, so the weights are present
+    runner.memory.resume_kv_cache()
     assert torch.equal(runner.weight_map.read("model.norm.weight"), before)
     for _ in range(2):
-        runner.release_weights()
-        runner.release_kv_cache()
-    assert runner.resume_weights() is False
+        runner.memory.release_weights()
+        runner.memory.release_kv_cache()
+    assert runner.memory.resume_weights() is False
 
 
 def test_padding_page_is_zero_after_resume(tiny_llama: Path) -> None:
     runner = make_runner(tiny_llama)
     runner.kv.pool.fill_(torch.nan)
-    runner.release_kv_cache()
-    runner.resume_kv_cache()
+    runner.memory.release_kv_cache()
+    runner.memory.resume_kv_cache()
     assert (runner.kv.pool[:, -1] == 0).all()
 
 
@@ -172,12 +172,12 @@ def test_generation_after_release_and_resume_is_the_same(tiny_qwen3: Path, backu
         sequence = driver.add(prompt)
         driver.finish([sequence], 10)
         results.append((sequence.spec.output_ids, sequence.logprobs))
-        runner.release_kv_cache()
-        runner.release_weights()
-        if not runner.resume_weights():
+        runner.memory.release_kv_cache()
+        runner.memory.release_weights()
+        if not runner.memory.resume_weights():
             for name, tensor in weights.items():
                 runner.weight_map.slots[name].copy_from(tensor)
-        runner.resume_kv_cache()
+        runner.memory.resume_kv_cache()
     for ids, logprobs in results[1:]:
         assert ids == results[0][0] and logprobs == pytest.approx(results[0][1], abs=1e-5)
 

@@ -252,16 +252,16 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(graph_sizes, "MOST_GRAPH_TOKENS", 32)
     runner = make_runner(tiny_llama, page_size=4, max_running_requests=3)
-    runner.release_weights()
+    runner.memory.release_weights()
     assert not runner.can_warm_up, "a warm-up would read weights that are not present"
-    runner.resume_weights()
-    runner.release_kv_cache()
+    runner.memory.resume_weights()
+    runner.memory.release_kv_cache()
     assert not runner.can_warm_up
-    runner.resume_kv_cache()
+    runner.memory.resume_kv_cache()
     captured, seconds = [], 0.0
     while runner.can_warm_up:
         runner.warm_up()
-        figures = runner.memory_figures()
+        figures = runner.memory.figures()
         captured.append((figures["cuda_graphs"], figures["cuda_graphs_to_capture"]))
         assert figures["cuda_graph_capture_seconds"] > seconds, "captures take time"
         seconds = figures["cuda_graph_capture_seconds"]
@@ -374,9 +374,9 @@ def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.Mon
     sequence = driver.add(random_prompt(5, seed=1))
     placement = runner.kv.place(driver.batch([(sequence, 5)]))
     assert runner._graphs is not None and runner._graphs.run(placement, [0]) is not None
-    runner.release_cuda_graphs()
+    runner.memory.release_cuda_graphs()
     assert runner._graphs.run(placement, [0]) is None
-    runner.resume_cuda_graphs()
+    runner.memory.resume_cuda_graphs()
     assert runner._graphs.run(placement, [0]) is not None
 
 
@@ -398,8 +398,8 @@ def test_steps_go_on_without_memory_for_graphs(tiny_llama: Path, monkeypatch: py
     sequence = driver.add(random_prompt(6, seed=1))
     driver.finish([sequence], 3)
     assert len(sequence.spec.output_ids) == 3
-    runner.release_cuda_graphs()
-    runner.resume_cuda_graphs()
+    runner.memory.release_cuda_graphs()
+    runner.memory.resume_cuda_graphs()
     assert runner.can_warm_up, "memory may be available again"
 
 
@@ -701,7 +701,7 @@ def test_all_graphs_fit_the_part_of_the_account_that_is_theirs(
     """Everything else is taken, the slack included, and graphs take all that was estimated: workspaces, too."""
     gpu = FakeGpu(80 * 10**9)
     runner = runner_on(gpu, tiny_llama, monkeypatch, tp_size)
-    account, graphs = runner.memory_figures()["account"], runner._graphs
+    account, graphs = runner.memory.figures()["account"], runner._graphs
     assert isinstance(graphs, Timed)
     kept = account["step"] + account["special_sampling"] + min(account["received_weights"], LEAST_RECEIVED)
     others = gpu.total - kept - account["cuda_graphs"]
@@ -799,7 +799,7 @@ def test_buffers_of_constant_size_are_in_the_account(tiny_llama: Path, monkeypat
     paged = runner._attention.paged
     assert paged is not None
     tensors = [*runner.model.rotary.tables, runner.kv.device_page_table, *paged.kernels._shared]
-    assert runner.memory_figures()["account"]["tables"] == sum(tensor.nbytes for tensor in tensors)
+    assert runner.memory.figures()["account"]["tables"] == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_smaller_buffer_for_received_weights_is_named(
@@ -821,9 +821,9 @@ def test_a_runner_keeps_its_graphs_when_another_process_takes_20_gb_later(
     caplog.set_level(logging.INFO)
     gpu = FakeGpu(80 * 10**9)
     runner = runner_on(gpu, tiny_llama, monkeypatch, tp_size)
-    account = runner.memory_figures()["account"]
+    account = runner.memory.figures()["account"]
     assert account["free_at_start"] == gpu.total and "special sampling" in caplog.text
-    assert runner.step_budget == (account["special_sampling"] if tp_size > 1 else None)
+    assert runner.memory.step_budget == (account["special_sampling"] if tp_size > 1 else None)
     gpu.held = account["weights"] + account["kv_cache"] + 2**28  # a workspace
     gpu.others = 20 * 10**9
     graphs = runner._graphs
@@ -834,10 +834,10 @@ def test_a_runner_keeps_its_graphs_when_another_process_takes_20_gb_later(
     assert graphs.capture_all() == set()
     assert "Other processes" in caplog.messages[-1] and "have taken" in caplog.messages[-1]
     caplog.clear()
-    runner.release_kv_cache()
-    runner.resume_kv_cache()
+    runner.memory.release_kv_cache()
+    runner.memory.resume_kv_cache()
     assert "The largest step may lack" in caplog.messages[-1], "seen when memory is resumed"
     gpu.others = 0
-    runner.release_kv_cache()
-    runner.resume_kv_cache()
+    runner.memory.release_kv_cache()
+    runner.memory.resume_kv_cache()
     assert graphs.capture_all() == set(graphs._all)

@@ -87,7 +87,7 @@ class Scheduler:
             max_rows=min(runner.max_rows, server_args.max_running_requests),
             chunked_prefill_size=server_args.prefill_chunk(runner.device.type),
             disable_radix_cache=server_args.disable_radix_cache,
-            step_budget=runner.step_budget,
+            step_budget=runner.memory.step_budget,
             schedule_policy=server_args.schedule_policy,
             max_age=server_args.schedule_max_age,
             clock=clock,
@@ -132,7 +132,7 @@ class Scheduler:
         """Run one turn: the control requests that are ready, then one step; send the results."""
         self.control.run_ready()
         self.planner.admission.step_budget = (
-            self.worker.runner.step_budget
+            self.worker.runner.memory.step_budget
         )  # a resume measures what other processes left
         self._queue_compiled()
         self.emit()  # answer aborts before the next step, not after it
@@ -196,7 +196,7 @@ class Scheduler:
             max_new_tokens = min(runner.context_length, capacity + 1) - len(message.input_ids)
         seed = message.sampling.sampling_seed
         req = Req(message, self._arrivals + 1, max_new_tokens, self._seeds.getrandbits(63) if seed is None else seed)
-        req.step_bytes, budget = runner.step_bytes(req.spec), runner.step_budget
+        req.step_bytes, budget = runner.step_bytes(req.spec), runner.memory.step_budget
         if budget is not None and req.step_bytes > budget:
             self._refuse(message, _refused(400, _TOO_LARGE.format(needed=req.step_bytes >> 20, budget=budget >> 20)))
             return
@@ -423,7 +423,7 @@ class Scheduler:
         total, used = planner.max_tokens(), planner.num_used_tokens()
         prompt_tokens, cached_tokens = planner.num_prompt_tokens, planner.num_cached_tokens
         waiting_tokens = sum(len(req.token_ids) for req in planner.waiting)
-        memory = self.worker.runner.memory_figures()
+        memory = self.worker.runner.memory.figures()
         return {
             "num_running_reqs": len(planner.running),
             "num_waiting_reqs": len(planner.waiting) + len(self.grammars.waiting),

@@ -73,6 +73,12 @@ class DeviceMemory:
         return int(torch.cuda.memory_reserved(self.device))
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished the work of this thread's stream. Do nothing on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Return True if `error` is a failed allocation, on the device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

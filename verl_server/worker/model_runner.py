@@ -1,20 +1,19 @@
 """`ModelRunner`: one rank's model, KV cache and sampler. It launches the steps that `ForwardBatch`es describe.
 
-Each scheduler process has one, which the `TpWorker` calls. Only rank 0 samples. The runner owns the device memory: it
-builds, releases and resumes the weights (written only through `weight_map`) and the KV pool. Both are in a
-`MemoryArena`, so no tensor ever moves. On CUDA a launch does not wait for the device: inputs are copied to the device
-in stream order, results are copied to pinned memory, and `RunningStep.result` waits for them.
+Each scheduler process has one, which the `TpWorker` calls. Only rank 0 samples. The runner builds the model, the KV
+cache and the CUDA graphs, in an order that the memory account requires; `ModelMemory` releases and resumes them later.
+The weights are written only through `weight_map`. On CUDA a launch does not wait for the device: inputs are copied to
+the device in stream order, results are copied to pinned memory, and `RunningStep.result` waits for them.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl_server.errors import BadRequestError
 from verl_server.files.model_folder import resolve_model_folder
@@ -32,21 +31,19 @@ from verl_server.sampling.sampler import Sampled, Sampler
 from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.copying.fused_copy import compile_kernels
-from verl_server.worker.device import DeviceMemory, set_threads, trim_heap
+from verl_server.worker.device import DeviceMemory, set_threads, synchronize
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
-from verl_server.worker.kv_cache import KVCache, page_table_bytes
-from verl_server.worker.memory_account import LEAST_SPECIAL, Memory, MemoryAccount, Needs, cpu_budget
-from verl_server.worker.memory_arena import MemoryArena, aligned
+from verl_server.worker.kv_cache import KVCache
+from verl_server.worker.memory_account import Memory, MemoryAccount, cpu_budget
+from verl_server.worker.memory_needs import memory_needs
+from verl_server.worker.model_memory import ModelMemory, allocate_weights, close_account
 from verl_server.worker.step_attention import StepAttention
 from verl_server.worker.step_memory import StepMemory, log_uncaptured, most_decodes
 
 if TYPE_CHECKING:  # these imports need Triton
     from verl_server.models.triton_attention import PagedBackend
     from verl_server.worker.step_graphs import StepGraphs
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -102,26 +99,26 @@ class ModelRunner:
         paged = choice.attention == "triton"
         self._step_memory = StepMemory.of(self.config, tp.size, self.dtype, fused=choice.fused and device.type != "cpu")
         self.model = self._build(choice.ops(device))
-        self._account = None
+        account = None
         if memory is not None:
-            needs, fraction = self._needs(paged), server_args.mem_fraction_static
-            self._account = MemoryAccount(memory, needs, fraction, free=free_at_start, collectives=collectives)
-        self._allocate_weights()
+            needs = memory_needs(
+                server_args, self.config, tp.size, self.context_length, self.model, self._step_memory, paged=paged
+            )
+            fraction = server_args.mem_fraction_static
+            account = MemoryAccount(memory, needs, fraction, free=free_at_start, collectives=collectives)
+        weights = allocate_weights(self.model, device)
         self.weight_map = self.model.weight_map()
         self._load_weights(folder)
         start.mark("weights")
-        budget = cpu_budget(server_args.kv_cache_gib) if self._account is None else self._account.kv_budget()
+        budget = cpu_budget(server_args.kv_cache_gib) if account is None else account.kv_budget()
         self.kv = KVCache(
             self.config, tp, server_args, device, self.dtype, self.context_length, budget, paged_kernels=paged
         )
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
-        self.step_budget: int | None = None
-        """Bound on the sum of `step_bytes` in a step, measured again when memory is resumed. None for a single rank,
-        which can retry in smaller steps."""
         self.weight_receive_bytes = server_args.weight_receive_bytes
         """Most bytes of tensors from a process group that are not written yet, the same on all ranks."""
-        if self._account is not None:
-            self._close_account(self._account)
+        if account is not None:
+            self.weight_receive_bytes = close_account(account, self.kv.bytes_held, tp, self.weight_receive_bytes)
         start.mark("kv_cache")
         self.sampler = Sampler(self.vocab_size, device, choice.sampling)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
@@ -134,7 +131,16 @@ class ModelRunner:
             compilation.share()
         self._graphs = None
         if self._attention.paged is not None and not server_args.disable_cuda_graph:
-            self._graphs = self._step_graphs(self._attention.paged)
+            self._graphs = self._step_graphs(self._attention.paged, account)
+        self.memory = ModelMemory(
+            weights,
+            self.kv,
+            self._graphs,
+            self.sampler,
+            account,
+            keeps_weights=server_args.enable_weights_cpu_backup,
+            is_alone=tp.size == 1,
+        )
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -265,34 +271,15 @@ class ModelRunner:
         It does not wait for the streams of other threads: a stager may wait there for data that its trainer has not
         sent yet.
         """
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        synchronize(self.device)
 
-    # -- memory ------------------------------------------------------------------------------------------------
-
-    @property
-    def memory(self) -> ModelRunner:
-        return self
-
-    def check_release(self, tags: list[str]) -> None:
-        """All memory can be released, in any order."""
-
-    def release_kv_cache(self) -> None:
-        """Free the KV pool's memory. The contents are lost."""
-        self._release_scratch()
-        self.kv.release()
-
-    def resume_kv_cache(self) -> None:
-        """Allocate the KV pool's memory again. No page has valid contents."""
-        self.kv.resume()
-        self._measure_again()
+    # -- warming up --------------------------------------------------------------------------------------------
 
     @property
     def can_warm_up(self) -> bool:
         """True if `warm_up` has something left to do, and weights and KV pool are present."""
-        present = self._weights_arena.is_present and self.kv.is_present
         graphs_left = self._graphs is not None and self._graphs.num_left > 0
-        return present and (self._kernels_left or graphs_left)
+        return self.memory.is_present and (self._kernels_left or graphs_left)
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
@@ -313,85 +300,6 @@ class ModelRunner:
         elif self._graphs is not None:
             self._graphs.capture_next()
         return True
-
-    def release_cuda_graphs(self) -> None:
-        """Free the memory of captured graphs. Until the resume, steps are launched operator by operator."""
-        if self._graphs is not None:
-            self.synchronize()
-            self._graphs.release()
-            self._release_scratch()
-
-    def resume_cuda_graphs(self) -> None:
-        """Permit CUDA graphs again. They are captured when they are needed."""
-        if self._graphs is not None:
-            self._graphs.resume()
-            self._graphs.consider_again()
-
-    def release_weights(self, keep_contents: bool | None = None) -> None:
-        """Free the weights' memory, and keep their contents in host memory (None: if `enable_weights_cpu_backup`)."""
-        self._release_scratch()
-        keep = self._args.enable_weights_cpu_backup if keep_contents is None else keep_contents
-        self._weights_arena.release(keep_contents=keep)
-
-    def resume_weights(self) -> bool:
-        """Allocate the weights' memory again. Return True if the weights are unchanged since the release.
-
-        Otherwise they are zeros until a full update. Rows of vocabulary padding stay zero.
-        """
-        restored = self._weights_arena.resume()
-        if not restored:
-            self._clear_weights()
-        self._measure_again()
-        return restored
-
-    def _measure_again(self) -> None:
-        """Consider all graphs again after a resume, and measure what other processes left for steps."""
-        if self._graphs is not None:
-            self._graphs.consider_again()
-        if self._account is None or not (self._weights_arena.is_present and self.kv.is_present):
-            return
-        if self.step_budget is not None:
-            self.step_budget = self._account.special_now()
-        if lacking := self._account.shortage():
-            logger.warning("The largest step may lack %.2f GiB of memory. %s", lacking / 2**30, self._account.advice())
-
-    def memory_figures(self) -> dict[str, Any]:
-        """Return bytes held for weights and KV pool, KV capacity in tokens, and the figures of `StepGraphs`.
-
-        On CUDA the result also has the bytes of each part of this rank's `MemoryAccount` ("account"), the free and
-        total bytes of the device, the number of Triton kernels that this process compiled itself, because the cache
-        lacked them, and the number of allocations for which the allocator had to free the memory that it had kept.
-        Steps are slow while that number grows.
-        """
-        figures: dict[str, Any] = {
-            "weight_bytes": self._weights_arena.bytes_held,
-            "kv_cache_bytes": self.kv.bytes_held,
-            "token_capacity": self.num_pages * self.page_size,
-        }
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            figures |= {"device_free_bytes": free, "device_total_bytes": total}
-            figures["kernels_compiled"] = compilation.num_compiled()
-            figures["allocator_retries"] = torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
-        if self._account is not None:
-            figures["account"] = self._account.parts()
-        if self._graphs is not None:
-            figures |= self._graphs.figures()
-        return figures
-
-    def _release_scratch(self) -> None:
-        """Free the memory of activations, which the allocators keep for the next step, and of the last batch."""
-        self.synchronize()
-        self.sampler.forget()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            trim_heap()
-
-    def _clear_weights(self) -> None:
-        """Zero new memory on CUDA, because rows of vocabulary padding are never written."""
-        if self.device.type == "cuda":
-            self._weights_arena.contents.zero_()
 
     # -- construction ------------------------------------------------------------------------------------------
 
@@ -414,75 +322,13 @@ class ModelRunner:
         finally:
             torch.set_default_dtype(previous)
 
-    def _allocate_weights(self) -> None:
-        """Put all parameters into the weights arena, zeroed."""
-        self._weights_arena = MemoryArena(self._weight_bytes(), self.device)
-        self._clear_weights()
-        offset = 0
-        for module in self.model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                view = self._weights_arena.view(offset, parameter.shape, parameter.dtype)
-                setattr(module, name, nn.Parameter(view, requires_grad=False))
-                offset += aligned(parameter.nbytes)
-
-    def _weight_bytes(self) -> int:
-        return sum(aligned(parameter.nbytes) for parameter in self.model.parameters())
-
-    def _needs(self, paged: bool) -> Needs:
-        """Return what the parts of this rank need of its GPU."""
-        rows, memory = self._args.max_running_requests, self._step_memory
-        tokens = self._args.prefill_chunk("cuda") + rows
-        has_graphs = paged and not self._args.disable_cuda_graph
-        return Needs(
-            weights=self._weight_bytes(),
-            tables=self._table_bytes(paged),
-            step=memory.largest(tokens, rows),
-            graphs=memory.graphs(self._max_graph_bs, rows) if has_graphs else 0,
-            special_least=LEAST_SPECIAL if self.tp.size > 1 else 0,
-            special_most=max(LEAST_SPECIAL, memory.most_special(rows)),
-            received_most=self._args.weight_receive_bytes,
-        )
-
-    def _table_bytes(self, paged: bool) -> int:
-        """Return the bytes of the buffers that steps use besides weights and KV pool, and that do not grow."""
-        args, config = self._args, self.config
-        rotary = sum(table.nbytes for table in self.model.rotary.tables)
-        pages = page_table_bytes(args.max_running_requests, self.context_length, args.page_size)
-        if not paged or args.disable_cascade_attention or args.disable_radix_cache:
-            return rotary + pages
-        from verl_server.kernels.paged_attention import shared_bytes
-
-        num_heads = config.num_heads // self.tp.size
-        return rotary + pages + shared_bytes(args.max_running_requests, num_heads, config.head_dim)
-
-    def _close_account(self, account: MemoryAccount) -> None:
-        """Close the account when the KV pool is allocated. Take over the bounds that it sets."""
-        account.close(self.kv.bytes_held)
-        if self.tp.size > 1:
-            self.step_budget = account.special
-        wanted = self.weight_receive_bytes
-        self.weight_receive_bytes = min(int(part) for part in self.tp.gather(str(account.received).encode()))
-        logger.info("%s", account.table())
-        if self.weight_receive_bytes < wanted and self.tp.rank == 0:
-            logger.warning(
-                "weight_receive_bytes is %d, not %d: the GPU has no more memory for received weights. Larger updates "
-                "from process groups stop generation while they are received. A smaller mem_fraction_static leaves "
-                "more.",
-                *(self.weight_receive_bytes, wanted),
-            )
-
-    def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
+    def _step_graphs(self, backend: PagedBackend, account: MemoryAccount | None) -> StepGraphs:
         from verl_server.worker.step_graphs import StepGraphs
 
+        largest = most_decodes(self._args.cuda_graph_max_bs, self._args.max_running_requests)
         if self.tp.rank == 0:
-            log_uncaptured(self._max_graph_bs, self.max_rows)
-        memory, account = self._step_memory, self._account
-        return StepGraphs(self._forward, self.kv, backend, self.tp, memory, self._max_graph_bs, account)
-
-    @property
-    def _max_graph_bs(self) -> int:
-        """Entries of the largest decode step that is captured as a CUDA graph."""
-        return most_decodes(self._args.cuda_graph_max_bs, self._args.max_running_requests)
+            log_uncaptured(largest, self.max_rows)
+        return StepGraphs(self._forward, self.kv, backend, self.tp, self._step_memory, largest, account)
 
 
 def _context_length(server_args: ServerArgs, config: ModelConfig) -> int:

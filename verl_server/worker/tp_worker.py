@@ -63,6 +63,16 @@ class Step(Protocol):
         """Wait until the step is computed and return its output. Called once, on rank 0 only, in launch order."""
 
 
+class RunnerMemory(Protocol):
+    """The parts of a `ModelMemory` that scheduling uses."""
+
+    @property
+    def step_budget(self) -> int | None:
+        """Bound on the sum of `step_bytes` of the requests of a step, None for no bound."""
+
+    def figures(self) -> dict[str, Any]: ...
+
+
 class Runner(Protocol):
     """The parts of a `ModelRunner` that scheduling uses."""
 
@@ -74,8 +84,9 @@ class Runner(Protocol):
     device: torch.device
     overlaps: bool
     """True if `launch` returns before the step is computed, so that the next step can be planned meanwhile."""
-    step_budget: int | None
-    """Bound on the sum of `step_bytes` of the requests of a step, None for no bound."""
+
+    @property
+    def memory(self) -> RunnerMemory: ...
 
     @property
     def can_warm_up(self) -> bool:
@@ -94,8 +105,6 @@ class Runner(Protocol):
         """Do one part of the work for which later steps would wait, in some ten milliseconds. Return False if a rank
         cannot do it now."""
         ...
-
-    def memory_figures(self) -> dict[str, Any]: ...
 
 
 class Weights(Protocol):

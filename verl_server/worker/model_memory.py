@@ -1,0 +1,182 @@
+"""`ModelMemory`: the memory of one rank's weights, KV pool and CUDA graphs, which a trainer can have freed for a time.
+
+The `ModelRunner` makes it when everything is allocated. Weights and KV pool are in a `MemoryArena` each, so no tensor
+ever moves.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.kernels import compilation
+from verl_server.models.transformer import Decoder
+from verl_server.sampling.sampler import Sampler
+from verl_server.worker.device import synchronize, trim_heap
+from verl_server.worker.kv_cache import KVCache
+from verl_server.worker.memory_account import MemoryAccount
+from verl_server.worker.memory_arena import MemoryArena, aligned
+
+if TYPE_CHECKING:  # this import needs Triton
+    from verl_server.worker.step_graphs import StepGraphs
+
+logger = logging.getLogger(__name__)
+
+
+def weight_bytes(model: Decoder) -> int:
+    return sum(aligned(parameter.nbytes) for parameter in model.parameters())
+
+
+def allocate_weights(model: Decoder, device: torch.device) -> MemoryArena:
+    """Put all parameters into an arena, zeroed."""
+    arena = MemoryArena(weight_bytes(model), device)
+    _clear(arena)
+    offset = 0
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            view = arena.view(offset, parameter.shape, parameter.dtype)
+            setattr(module, name, nn.Parameter(view, requires_grad=False))
+            offset += aligned(parameter.nbytes)
+    return arena
+
+
+def close_account(account: MemoryAccount, kv_bytes: int, tp: TpGroup, wanted: int) -> int:
+    """Close the account when the KV pool is allocated. Return the bytes of received weights that all ranks permit, at
+    most `wanted`."""
+    account.close(kv_bytes)
+    received = min(int(part) for part in tp.gather(str(account.received).encode()))
+    logger.info("%s", account.table())
+    if received < wanted and tp.rank == 0:
+        logger.warning(
+            "weight_receive_bytes is %d, not %d: the GPU has no more memory for received weights. Larger updates "
+            "from process groups stop generation while they are received. A smaller mem_fraction_static leaves "
+            "more.",
+            *(received, wanted),
+        )
+    return received
+
+
+class ModelMemory:
+    """Implements `ReleasableMemory`, and says how much memory each part has."""
+
+    def __init__(
+        self,
+        weights: MemoryArena,
+        kv: KVCache,
+        graphs: StepGraphs | None,
+        sampler: Sampler,
+        account: MemoryAccount | None,
+        *,
+        keeps_weights: bool,
+        is_alone: bool,
+    ) -> None:
+        """`keeps_weights`: a release keeps the weights' contents in host memory unless it says otherwise.
+
+        `is_alone`: there is no other rank, so a step that runs out of memory can be retried in smaller steps.
+        """
+        self._weights, self._kv, self._graphs, self._sampler, self._account = weights, kv, graphs, sampler, account
+        self._device, self._keeps_weights = kv.device, keeps_weights
+        self.step_budget = None if account is None or is_alone else account.special
+        """Bound on the sum of `step_bytes` in a step, measured again when memory is resumed. None for a single rank."""
+
+    @property
+    def is_present(self) -> bool:
+        """True if weights and KV pool are present."""
+        return self._weights.is_present and self._kv.is_present
+
+    def check_release(self, tags: list[str]) -> None:
+        """All memory can be released, in any order."""
+
+    def release_kv_cache(self) -> None:
+        """Free the KV pool's memory. The contents are lost."""
+        self._release_scratch()
+        self._kv.release()
+
+    def resume_kv_cache(self) -> None:
+        """Allocate the KV pool's memory again. No page has valid contents."""
+        self._kv.resume()
+        self._measure_again()
+
+    def release_cuda_graphs(self) -> None:
+        """Free the memory of captured graphs. Until the resume, steps are launched operator by operator."""
+        if self._graphs is not None:
+            synchronize(self._device)
+            self._graphs.release()
+            self._release_scratch()
+
+    def resume_cuda_graphs(self) -> None:
+        """Permit CUDA graphs again. They are captured when they are needed."""
+        if self._graphs is not None:
+            self._graphs.resume()
+            self._graphs.consider_again()
+
+    def release_weights(self, keep_contents: bool | None = None) -> None:
+        """Free the weights' memory, and keep their contents in host memory (None: if `enable_weights_cpu_backup`)."""
+        self._release_scratch()
+        keep = self._keeps_weights if keep_contents is None else keep_contents
+        self._weights.release(keep_contents=keep)
+
+    def resume_weights(self) -> bool:
+        """Allocate the weights' memory again. Return True if the weights are unchanged since the release.
+
+        Otherwise they are zeros until a full update. Rows of vocabulary padding stay zero.
+        """
+        restored = self._weights.resume()
+        if not restored:
+            _clear(self._weights)
+        self._measure_again()
+        return restored
+
+    def _measure_again(self) -> None:
+        """Consider all graphs again after a resume, and measure what other processes left for steps."""
+        if self._graphs is not None:
+            self._graphs.consider_again()
+        if self._account is None or not self.is_present:
+            return
+        if self.step_budget is not None:
+            self.step_budget = self._account.special_now()
+        if lacking := self._account.shortage():
+            logger.warning("The largest step may lack %.2f GiB of memory. %s", lacking / 2**30, self._account.advice())
+
+    def figures(self) -> dict[str, Any]:
+        """Return bytes held for weights and KV pool, KV capacity in tokens, and the figures of `StepGraphs`.
+
+        On CUDA the result also has the bytes of each part of this rank's `MemoryAccount` ("account"), the free and
+        total bytes of the device, the number of Triton kernels that this process compiled itself, because the cache
+        lacked them, and the number of allocations for which the allocator had to free the memory that it had kept.
+        Steps are slow while that number grows.
+        """
+        figures: dict[str, Any] = {
+            "weight_bytes": self._weights.bytes_held,
+            "kv_cache_bytes": self._kv.bytes_held,
+            "token_capacity": self._kv.num_pages * self._kv.page_size,
+        }
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            figures |= {"device_free_bytes": free, "device_total_bytes": total}
+            figures["kernels_compiled"] = compilation.num_compiled()
+            figures["allocator_retries"] = torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+        if self._account is not None:
+            figures["account"] = self._account.parts()
+        if self._graphs is not None:
+            figures |= self._graphs.figures()
+        return figures
+
+    def _release_scratch(self) -> None:
+        """Free the memory of activations, which the allocators keep for the next step, and of the last batch."""
+        synchronize(self._device)
+        self._sampler.forget()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            trim_heap()
+
+
+def _clear(weights: MemoryArena) -> None:
+    """Zero new memory on CUDA, because rows of vocabulary padding are never written."""
+    if weights.device.type == "cuda":
+        weights.contents.zero_()
