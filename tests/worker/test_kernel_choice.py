@@ -66,7 +66,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, cpu_kernels: CpuKernels, tmp_path:
     kernels, given = copy.copy(cpu_kernels), list[CpuChoice]()
     kernels.library = dataclasses.replace(kernels.library, folder=tmp_path)
 
-    def measure(_: CpuKernels, config: ModelConfig, tp: TpGroup, __: int, *, attends: bool) -> CpuChoice:
+    def measure(_: CpuKernels, config: ModelConfig, tp: TpGroup, *, attends: bool) -> CpuChoice:
         products = {shape: ["torch", "cpp", "torch"] for shape in product_shapes(config, tp)}
         given.append(make_choice(products, "torch", ["torch", "cpp"] if attends else ["torch"]))
         return given[-1]

@@ -1,4 +1,4 @@
-"""`CpuChoice`: the kernels for products and attention on the CPU, measured once and kept in a file.
+"""`CpuChoice`: the kernels for products and attention on the CPU, chosen once and kept in a file.
 
 `kernel_choice` calls `choose_on_cpu` at each start. The first start on a machine measures (`cpu_measurement`) and
 writes the choice beside the compiled library. Every later start reads the file, so that all starts compute the same
@@ -27,8 +27,6 @@ Shape = tuple[int, int]
 
 MOST_ROWS = 512
 """Largest number of rows of a product that is measured: 1, 2, 4, 8, ..., 512."""
-MOST_DECODES = 256
-"""Largest number of decoded tokens in a step that is measured: 1, 2, 4, 8, ..., 256."""
 
 
 class CpuChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

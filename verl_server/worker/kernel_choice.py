@@ -154,7 +154,7 @@ def _measured(
             kernels.library.folder,
             repr((machine, kernels.threads, model)),
             shapes,
-            lambda: measure_choice(kernels, config, tp, server_args.page_size, attends=attends),
+            lambda: measure_choice(kernels, config, tp, attends=attends),
         )
         encoded = msgspec.json.encode(choice)
     (encoded, *_) = tp.gather(encoded)
