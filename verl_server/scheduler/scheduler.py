@@ -131,9 +131,8 @@ class Scheduler:
     def advance(self) -> None:
         """Run one turn: the control requests that are ready, then one step; send the results."""
         self.control.run_ready()
-        self.planner.admission.step_budget = (
-            self.worker.runner.memory.step_budget
-        )  # a resume measures what other processes left
+        # A resume measures what other processes left.
+        self.planner.admission.step_budget = self.worker.runner.memory.step_budget
         self._queue_compiled()
         self.emit()  # answer aborts before the next step, not after it
         if not self.has_runnable():
