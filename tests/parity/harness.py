@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.messages.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed import TokenLogprobs
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs

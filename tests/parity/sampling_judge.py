@@ -17,7 +17,7 @@ import torch
 
 from tests.parity.mixed_requests import MixedRequest, allowed_by_grammar
 from verl_server.kernels import draw
-from verl_server.messages.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed import TokenLogprobs
 
 TOLERANCE = 2e-4
 """Tolerance of log-probabilities. Low temperatures and penalties multiply the error of logits, which is below 1e-4."""

@@ -29,7 +29,7 @@ from verl_server.messages.io_struct import (
     SchedulerOutput,
     TokenizedGenerateReq,
 )
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.packed import PromptLogprobs, TokenLogprobs
 from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,

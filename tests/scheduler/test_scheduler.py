@@ -7,7 +7,7 @@ import torch
 
 from tests.scheduler.fakes import VOCAB, Harness, generate, logprob_of, prompt
 from verl_server.messages.io_struct import FinishReq, PauseGenerationReq, TokenizedGenerateReq
-from verl_server.messages.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed import TokenLogprobs
 from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler import batch_planner

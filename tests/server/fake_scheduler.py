@@ -17,8 +17,7 @@ import msgspec
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_readable
 from verl_server.messages import io_struct as io
-from verl_server.messages.columns import id_list
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.packed import PromptLogprobs, TokenLogprobs, unpack_ids
 
 VOCAB = 320
 INFO: dict[str, Any] = {
@@ -104,7 +103,7 @@ class FakeScheduler:
             for data in self._messages.receive() if ready else []:
                 message = decoder.decode(data)
                 if isinstance(message, io.TokenizedGenerateReq) and message.packed_ids:
-                    message.input_ids, message.packed_ids = id_list(message.packed_ids), b""
+                    message.input_ids, message.packed_ids = unpack_ids(message.packed_ids), b""
                 if isinstance(message, io.GrammarTokenizer):  # sent at the start, and no part of any request
                     self.tokenizers.append(message)
                     continue

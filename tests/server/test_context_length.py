@@ -11,9 +11,10 @@ from tests.server.conftest import MakeStack, Stack
 from tests.server.fake_scheduler import INFO, Running
 from verl_server.engine.http_answers import FrameReader, raise_for
 from verl_server.errors import ContextLengthError, error_for_status
-from verl_server.messages import columns, io_struct
+from verl_server.messages import io_struct
 from verl_server.messages.columns import MSGPACK
 from verl_server.messages.io_struct import PROMPT_HEADER, FinishReason
+from verl_server.messages.packed import pack_ids
 from verl_server.server.app import create_app
 from verl_server.server.sessions.service import SessionService
 
@@ -83,7 +84,7 @@ def test_an_output_that_is_too_long(reset_stack: Stack, case: str) -> None:
 
 
 def test_ids_beside_the_body(reset_stack: Stack) -> None:
-    prompt = columns.ids(IDS)
+    prompt = pack_ids(IDS)
     headers = {PROMPT_HEADER: str(len(prompt)), "Accept": MSGPACK}
     check(reset_stack.request("POST", "/generate", content=prompt + b"{}", headers=headers))
 
@@ -204,7 +205,7 @@ def test_a_session_notes_an_output_that_is_too_long(sessions: Sessions) -> None:
 
 def test_ids_beside_the_body_in_a_session(sessions: Sessions) -> None:
     session_id, agent = sessions.create()
-    prompt = columns.ids(IDS)
+    prompt = pack_ids(IDS)
     headers = agent | {PROMPT_HEADER: str(len(prompt))}
     check(sessions.stack.request("POST", "/generate", content=prompt + b"{}", headers=headers))
     assert sessions.limit(session_id) == "max_context"

@@ -10,7 +10,7 @@ import pytest
 
 from verl_server.errors import ServerDiedError, ServerUnavailableError
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from verl_server.messages.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed import TokenLogprobs
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.generation import Generation
 from verl_server.server.request_state import ReqState

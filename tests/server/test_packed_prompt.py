@@ -13,8 +13,8 @@ from tests.engine.restartable_server import Server
 from tests.server.conftest import Stack
 from verl_server import BadRequestError, HttpServerEngineAdapter
 from verl_server.engine.http_answers import generate_content, pack_prompts
-from verl_server.messages import columns
 from verl_server.messages.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES, TokenizedGenerateReq
+from verl_server.messages.packed import pack_ids, unpack_ids
 from verl_server.server.slices import Slices
 
 
@@ -32,7 +32,7 @@ def test_a_packed_prompt_is_that_of_json(stack: Stack) -> None:
         "logprob_start_len": 0,
         "return_prompt_token_ids": True,
     }
-    packed = send(stack, columns.ids(ids), body).json()
+    packed = send(stack, pack_ids(ids), body).json()
     listed = stack.generate(input_ids=ids, **body)
     for name in ("output_ids", "prompt_token_ids"):
         assert packed[name] == listed[name]
@@ -43,48 +43,48 @@ def test_a_packed_prompt_is_that_of_json(stack: Stack) -> None:
 
 def test_samples_and_truncation(stack: Stack) -> None:
     ids = list(range(40))
-    found = send(stack, columns.ids(ids), {"sampling_params": {"max_new_tokens": 1, "n": 2}}).json()
+    found = send(stack, pack_ids(ids), {"sampling_params": {"max_new_tokens": 1, "n": 2}}).json()
     assert [result["output_ids"] for result in found] == [[40], [40]]
     body = {"truncate_prompt_tokens": 5, "return_prompt_token_ids": True, "sampling_params": {"max_new_tokens": 1}}
-    assert send(stack, columns.ids(ids), body).json()["prompt_token_ids"] == ids[-5:]
+    assert send(stack, pack_ids(ids), body).json()["prompt_token_ids"] == ids[-5:]
 
 
 @pytest.mark.parametrize(
     ("prompt", "body", "header", "said"),
     [
-        (columns.ids([1, 2]), {}, "7", "must be the number of bytes"),
-        (columns.ids([1, 2]), {}, "0", "must be the number of bytes"),
-        (columns.ids([1, 2]), {}, "4000", "must be the number of bytes"),
-        (columns.ids([1, 2]), {}, "eight", "must be the number of bytes"),
-        (columns.ids([1, 2]), {}, "x" * 500, "X-Verl-Prompt-Bytes is '" + "x" * 40 + "', but"),
-        (columns.ids([1, 2]), {}, "-8", "must be the number of bytes"),
-        (columns.ids([1, 2]), {}, "4", "After the 4 bytes of X-Verl-Prompt-Bytes: The body is not valid JSON"),
-        (columns.ids([1, 2]), [], None, "must be a JSON object"),
-        (columns.ids([1, 2]), {"input_ids": [1]}, None, "leave out text and input_ids"),
-        (columns.ids([1, 2]), {"text": "a", "prompt_lengths": [1, 1]}, None, "leave out text and input_ids"),
-        (columns.ids([1, 2]), {"prompt_lengths": []}, None, "prompt_lengths cannot be empty"),
-        (columns.ids([1, 2]), {"prompt_lengths": [2, 0]}, None, "prompt_lengths[1] must be in 1..2"),
-        (columns.ids([1, 2]), {"prompt_lengths": [3, -1]}, None, "prompt_lengths[0] must be in 1..2"),
-        (columns.ids([1, 2]), {"prompt_lengths": [1]}, None, "The sum of prompt_lengths is 1, but"),
-        (columns.ids([1, 2]), {"prompt_lengths": [2, 1]}, None, "announces 2 token ids (8 bytes)"),
-        (columns.ids([1, 2]), {"prompt_lengths": [1, "x"]}, None, "`int`, got `str` - at `prompt_lengths[1]`"),
-        (columns.ids([1, 2]), {"prompt_lengths": [True, 1]}, None, "got `bool` - at `prompt_lengths[0]`"),
-        (columns.ids([1, 2]), {"prompt_lengths": 2}, None, "prompt_lengths"),
-        (columns.ids([1, 2]), {"prompt_lengths": [2**64 - 1, 1]}, None, "prompt_lengths"),
-        (columns.ids([10**6] * 20_000), {"prompt_lengths": [1] * 20_000}, None, "max_samples_per_request"),
-        (columns.ids([1, 2]), {"prompt_lengths": [1, 1], "rid": ["a"]}, None, "rid has 1 entries for 2 prompt(s)"),
-        (columns.ids([1, 10**6]), {"prompt_lengths": [1, 1]}, None, "token id 1000000, outside the vocabulary"),
+        (pack_ids([1, 2]), {}, "7", "must be the number of bytes"),
+        (pack_ids([1, 2]), {}, "0", "must be the number of bytes"),
+        (pack_ids([1, 2]), {}, "4000", "must be the number of bytes"),
+        (pack_ids([1, 2]), {}, "eight", "must be the number of bytes"),
+        (pack_ids([1, 2]), {}, "x" * 500, "X-Verl-Prompt-Bytes is '" + "x" * 40 + "', but"),
+        (pack_ids([1, 2]), {}, "-8", "must be the number of bytes"),
+        (pack_ids([1, 2]), {}, "4", "After the 4 bytes of X-Verl-Prompt-Bytes: The body is not valid JSON"),
+        (pack_ids([1, 2]), [], None, "must be a JSON object"),
+        (pack_ids([1, 2]), {"input_ids": [1]}, None, "leave out text and input_ids"),
+        (pack_ids([1, 2]), {"text": "a", "prompt_lengths": [1, 1]}, None, "leave out text and input_ids"),
+        (pack_ids([1, 2]), {"prompt_lengths": []}, None, "prompt_lengths cannot be empty"),
+        (pack_ids([1, 2]), {"prompt_lengths": [2, 0]}, None, "prompt_lengths[1] must be in 1..2"),
+        (pack_ids([1, 2]), {"prompt_lengths": [3, -1]}, None, "prompt_lengths[0] must be in 1..2"),
+        (pack_ids([1, 2]), {"prompt_lengths": [1]}, None, "The sum of prompt_lengths is 1, but"),
+        (pack_ids([1, 2]), {"prompt_lengths": [2, 1]}, None, "announces 2 token ids (8 bytes)"),
+        (pack_ids([1, 2]), {"prompt_lengths": [1, "x"]}, None, "`int`, got `str` - at `prompt_lengths[1]`"),
+        (pack_ids([1, 2]), {"prompt_lengths": [True, 1]}, None, "got `bool` - at `prompt_lengths[0]`"),
+        (pack_ids([1, 2]), {"prompt_lengths": 2}, None, "prompt_lengths"),
+        (pack_ids([1, 2]), {"prompt_lengths": [2**64 - 1, 1]}, None, "prompt_lengths"),
+        (pack_ids([10**6] * 20_000), {"prompt_lengths": [1] * 20_000}, None, "max_samples_per_request"),
+        (pack_ids([1, 2]), {"prompt_lengths": [1, 1], "rid": ["a"]}, None, "rid has 1 entries for 2 prompt(s)"),
+        (pack_ids([1, 10**6]), {"prompt_lengths": [1, 1]}, None, "token id 1000000, outside the vocabulary"),
         (
-            columns.ids([1] * 301),
+            pack_ids([1] * 301),
             {"prompt_lengths": [1, 300]},
             None,
             "This model's maximum context length is 256 tokens",
         ),
-        (columns.ids([1, 10**6]), {}, None, "token id 1000000, outside the vocabulary"),
-        (columns.ids([1, -1]), {}, None, "token id -1, outside the vocabulary"),
-        (columns.ids([1] * 5000), {}, None, "This model's maximum context length is 256 tokens"),
-        (columns.ids([1]), {"note": "x" * 200_000}, None, "send the whole request as JSON"),
-        (columns.ids([1]), {"sampling_params": {"stop_regex": "a" * 200}}, None, "send the whole request as JSON"),
+        (pack_ids([1, 10**6]), {}, None, "token id 1000000, outside the vocabulary"),
+        (pack_ids([1, -1]), {}, None, "token id -1, outside the vocabulary"),
+        (pack_ids([1] * 5000), {}, None, "This model's maximum context length is 256 tokens"),
+        (pack_ids([1]), {"note": "x" * 200_000}, None, "send the whole request as JSON"),
+        (pack_ids([1]), {"sampling_params": {"stop_regex": "a" * 200}}, None, "send the whole request as JSON"),
     ],
 )
 def test_wrong_bodies_are_refused(stack: Stack, prompt: bytes, body: Any, header: str | None, said: str) -> None:
@@ -98,7 +98,7 @@ def test_wrong_bodies_are_refused(stack: Stack, prompt: bytes, body: Any, header
 def test_lengths_need_the_header(stack: Stack, header: str | None) -> None:
     body = {"input_ids": [[1], [2]], "prompt_lengths": [1, 1]}
     headers = {} if header is None else {PROMPT_HEADER: header}
-    content = (b"" if header is None else columns.ids([1, 2])) + orjson.dumps(body)
+    content = (b"" if header is None else pack_ids([1, 2])) + orjson.dumps(body)
     answer = stack.request("POST", "/generate", content=content, headers=headers)
     said = "prompt_lengths needs the header X-Verl-Prompt-Bytes" if header is None else "leave out text and input_ids"
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
@@ -108,7 +108,7 @@ BATCH = [list(range(40)), [7], [300, 2, 5], [9, 9]]
 
 
 def packed(prompts: list[list[int]], body: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-    return b"".join(map(columns.ids, prompts)), body | {"prompt_lengths": [len(prompt) for prompt in prompts]}
+    return b"".join(map(pack_ids, prompts)), body | {"prompt_lengths": [len(prompt) for prompt in prompts]}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_packed_batch_is_that_of_json(stack: Stack, fields: dict[str, Any]) ->
 def test_a_batch_of_one_is_answered_with_a_list(stack: Stack) -> None:
     (result,) = send(stack, *packed([[5, 6]], {"sampling_params": {"max_new_tokens": 1}})).json()
     assert result["output_ids"] == [7]
-    found = send(stack, columns.ids([5, 6]), {"sampling_params": {"max_new_tokens": 1}, "prompt_lengths": None}).json()
+    found = send(stack, pack_ids([5, 6]), {"sampling_params": {"max_new_tokens": 1}, "prompt_lengths": None}).json()
     assert found["output_ids"] == [7]
 
 
@@ -189,7 +189,7 @@ LONG = list(range(2000))
 def test_the_adapter_packs_many_ids(ids: Any, rest: dict[str, Any]) -> None:
     flat = ids if isinstance(ids[0], int) else [token for prompt in ids for token in prompt]
     found, others = pack_prompts({"input_ids": ids, "rid": "a"})
-    assert columns.id_list(found) == flat and others == {"rid": "a"} | rest
+    assert unpack_ids(found) == flat and others == {"rid": "a"} | rest
     content, headers = generate_content({"input_ids": ids, "rid": "a"})
     assert headers == {PROMPT_HEADER: str(len(found))}
     assert content[: len(found)] == found and orjson.loads(content[len(found) :]) == others

@@ -19,9 +19,9 @@ from verl_server.engine.base import Result
 from verl_server.engine.http_connection import Answer
 from verl_server.errors import BadRequestError, VerlServerError, error_for_status
 from verl_server.files.json_values import dumps
-from verl_server.messages import columns
 from verl_server.messages.columns import MSGPACK, unpack
 from verl_server.messages.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES, ControlReply
+from verl_server.messages.packed import pack_ids
 
 _FAULTS = (
     "ServerDiedError",
@@ -87,13 +87,13 @@ def pack_prompts(body: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
     rest = {name: value for name, value in body.items() if name != "input_ids"}
     try:
         if isinstance(ids[0], int):
-            return (columns.ids(ids), rest) if len(ids) >= _LONG_PROMPT else (b"", body)
+            return (pack_ids(ids), rest) if len(ids) >= _LONG_PROMPT else (b"", body)
         if not all(isinstance(prompt, list) and prompt for prompt in ids):
             return b"", body
         lengths = [len(prompt) for prompt in ids]
         if sum(lengths) < _LONG_PROMPT:
             return b"", body
-        return b"".join(map(columns.ids, ids)), rest | {"prompt_lengths": lengths}
+        return b"".join(map(pack_ids, ids)), rest | {"prompt_lengths": lengths}
     except struct.error:  # not all are ids: the server says which
         return b"", body
 

@@ -22,11 +22,14 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.messages.packing import pack_ids, pack_logprobs
+from verl_server.messages.packed import (
+    PromptLogprobs,
+    TokenLogprobs,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+    unpack_logprobs,
+)
 
 MSGPACK = "application/msgpack"
 """Content type of a reply whose columns are raw bytes. The Accept header requests it."""
@@ -39,15 +42,11 @@ Column = bytes | str
 # -- packing ------------------------------------------------------------------------------------------------
 
 
-ids = pack_ids
-logprobs = pack_logprobs
-
-
 def prompt(found: PromptLogprobs | None) -> dict[str, bytes]:
     """Pack prompt log-probabilities. None (the first token has no log-probability) becomes NaN."""
     if found is None:
         return {"logprobs": b"", "token_ids": b""}
-    missing = logprobs([math.nan] * found.num_missing)
+    missing = pack_logprobs([math.nan] * found.num_missing)
     return {"logprobs": missing + found.packed_logprobs, "token_ids": found.packed_ids}
 
 
@@ -55,7 +54,7 @@ def candidates(positions: Sequence[TokenLogprobs | None]) -> dict[str, bytes]:
     """Pack the candidates of each position; the module docstring describes the format."""
     some = [each for each in positions if each is not None]
     return {
-        "counts": ids([-1 if each is None else len(each) for each in positions]),
+        "counts": pack_ids([-1 if each is None else len(each) for each in positions]),
         "logprobs": b"".join([each.packed_logprobs for each in some]),
         "token_ids": b"".join([each.packed_ids for each in some]),
     }
@@ -65,7 +64,7 @@ def candidates(positions: Sequence[TokenLogprobs | None]) -> dict[str, bytes]:
 
 
 def unpack(result: dict[str, Any]) -> dict[str, Any]:
-    """Turn columns back into lists, in place. Returns `result`, which then has the form of a reply without `columnar`.
+    """Turn columns back into lists, in place. Return `result`, now in the form of a reply without `columnar`.
 
     A result without columns is not changed.
     """
@@ -73,37 +72,30 @@ def unpack(result: dict[str, Any]) -> dict[str, Any]:
         return result
     for name in ("output_ids", "prompt_token_ids"):
         if name in result:
-            result[name] = _ids(result[name]).tolist()
+            result[name] = _ids(result[name])
     meta = result["meta_info"]
     for name in _CANDIDATES & meta.keys():
         meta[name] = candidate_lists(meta[name])
     if "output_token_logprobs" in meta:
-        values = _logprobs(meta["output_token_logprobs"]).tolist()
-        meta["output_token_logprobs"] = triples(values, result["output_ids"])
+        meta["output_token_logprobs"] = triples(_logprobs(meta["output_token_logprobs"]), result["output_ids"])
         values = _with_nulls(meta["input_token_logprobs"]["logprobs"])
-        meta["input_token_logprobs"] = triples(values, _ids(meta["input_token_logprobs"]["token_ids"]).tolist())
+        meta["input_token_logprobs"] = triples(values, _ids(meta["input_token_logprobs"]["token_ids"]))
     if POLICY in meta:
-        meta[POLICY] = _logprobs(meta[POLICY]).tolist()
+        meta[POLICY] = _logprobs(meta[POLICY])
     if CHOICE in meta:
-        meta[CHOICE] = _ids(meta[CHOICE]).tolist()
+        meta[CHOICE] = _ids(meta[CHOICE])
     return result
 
 
 _CANDIDATES = {f"{side}_{kind}_logprobs" for side in ("input", "output") for kind in ("top", "token_ids")}
 
 
-def id_list(column: Column) -> list[int]:
-    """Return packed token ids as a list."""
-    ids: list[int] = _ids(column).tolist()
-    return ids
+def _ids(column: Column) -> list[int]:
+    return unpack_ids(_bytes(column))
 
 
-def _ids(column: Column) -> npt.NDArray[np.int32]:
-    return np.frombuffer(_bytes(column), dtype="<i4")
-
-
-def _logprobs(column: Column) -> npt.NDArray[np.float32]:
-    return np.frombuffer(_bytes(column), dtype="<f4")
+def _logprobs(column: Column) -> list[float]:
+    return unpack_logprobs(_bytes(column))
 
 
 def _bytes(column: Column) -> bytes:
@@ -111,7 +103,7 @@ def _bytes(column: Column) -> bytes:
 
 
 def _with_nulls(column: Column) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in _logprobs(column).tolist()]
+    return [None if math.isnan(value) else value for value in _logprobs(column)]
 
 
 def triples(values: Sequence[float | None], token_ids: Sequence[int]) -> list[list[Any]]:
@@ -123,10 +115,10 @@ def triples(values: Sequence[float | None], token_ids: Sequence[int]) -> list[li
 
 def candidate_lists(columns: Mapping[str, Column]) -> list[list[list[Any]] | None]:
     """Turn what `candidates` returned into the triples of each position."""
-    found = triples(_logprobs(columns["logprobs"]).tolist(), _ids(columns["token_ids"]).tolist())
+    found = triples(_logprobs(columns["logprobs"]), _ids(columns["token_ids"]))
     positions: list[list[list[Any]] | None] = []
     start = 0
-    for count in _ids(columns["counts"]).tolist():
+    for count in _ids(columns["counts"]):
         positions.append(None if count < 0 else found[start : start + count])
         start += max(0, count)
     return positions

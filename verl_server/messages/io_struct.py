@@ -5,7 +5,7 @@ The TokenizerManager sends the scheduler `GrammarTokenizer`, `TokenizedGenerateR
 struct of arrays, and one `ControlReply` with the same `id` for each control request. All messages are msgpack on a
 `MessageSocket`.
 
-`weight_requests` has the control requests that concern weights and memory, `packed_logprobs` the log-probabilities.
+`weight_requests` has the control requests that concern weights and memory, `packed` the log-probabilities.
 A control request is also the JSON body of its HTTP route, without `id`, which the TokenizerManager sets. `route` is the
 path of this route: `server.dialects.sglang.admin_routes` mounts the route, and `engine.http` sends requests to it. The
 routes ignore unknown JSON keys, as SGLang's routes do.
@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from verl_server.errors import VerlServerError
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.packed import PromptLogprobs, TokenLogprobs
 from verl_server.messages.weight_requests import WeightReq
 from verl_server.sampling_params import SamplingParams
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from verl_server.kernels.device_arrays import to_device
 from verl_server.kernels.draw import LOWEST
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.messages.packing import pack_array, pack_ids
+from verl_server.messages.packed import PromptLogprobs, TokenLogprobs, pack_array, pack_ids
 from verl_server.sampling.distribution import Distribution, SamplingOps
 
 

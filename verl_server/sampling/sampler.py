@@ -37,7 +37,7 @@ from torch import Tensor
 
 from verl_server.kernels import draw, token_mask
 from verl_server.kernels.device_arrays import Ints, to_device
-from verl_server.messages.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed import TokenLogprobs
 from verl_server.sampling.distribution import Distribution, PointMass, SamplingOps
 from verl_server.sampling.filters import Filters
 from verl_server.sampling.logprobs import (

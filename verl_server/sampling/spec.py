@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.packed import PromptLogprobs, TokenLogprobs
 from verl_server.sampling_params import TOP_K_ALL, LogprobsMode, SamplingParams
 
 NOTHING_ALLOWED = math.inf

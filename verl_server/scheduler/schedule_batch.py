@@ -21,8 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.messages.packing import pack_ids
+from verl_server.messages.packed import PromptLogprobs, TokenLogprobs, pack_ids
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.scheduler.cache.page_node import PageNode
 from verl_server.scheduler.request_grammar import RequestGrammar

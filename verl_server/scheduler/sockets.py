@@ -17,8 +17,8 @@ import msgspec
 
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_writable
-from verl_server.messages.columns import id_list
 from verl_server.messages.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReq
+from verl_server.messages.packed import unpack_ids
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class SchedulerSockets:
             try:
                 message = self._decoder.decode(data)
                 if isinstance(message, TokenizedGenerateReq) and message.packed_ids:
-                    message.input_ids, message.packed_ids = id_list(message.packed_ids), b""
+                    message.input_ids, message.packed_ids = unpack_ids(message.packed_ids), b""
                 messages.append(message)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 logger.error("Dropped a malformed message of %d bytes: %s", len(data), error)

@@ -52,7 +52,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.messages.io_struct import PROMPT_HEADER
-from verl_server.messages.packing import ITEM
+from verl_server.messages.packed import ITEM
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.slices import Slices
 from verl_server.server.text.stop_regex import StopRegexes

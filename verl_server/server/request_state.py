@@ -13,8 +13,7 @@ from typing import Any
 
 from verl_server.messages import columns
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.messages.packing import ITEM
+from verl_server.messages.packed import ITEM, PromptLogprobs, TokenLogprobs, pack_ids, pack_logprobs
 from verl_server.sampling_params import PolicyLogprobs
 from verl_server.server.slices import Slices
 from verl_server.server.text.detokenizer import OutputText
@@ -207,7 +206,7 @@ class ReqState:
         result: dict[str, Any] = {}
         if self.decode is not None:
             result["text"] = self.text()
-        result["output_ids"] = columns.ids(self.output_ids) if self.columnar else self.output_ids.copy()
+        result["output_ids"] = pack_ids(self.output_ids) if self.columnar else self.output_ids.copy()
         result["meta_info"] = self.meta_info()
         if self.return_prompt_token_ids:
             result["prompt_token_ids"] = pack(self._prompt) if self.columnar else self.prompt_ids
@@ -227,7 +226,7 @@ class ReqState:
             self._sent_text = max(at, len(text))  # a stop regex may cut text that was sent
             result["text"] = text[at:]
         ids = self.output_ids[start:]
-        result["output_ids"] = columns.ids(ids) if self.columnar else ids
+        result["output_ids"] = pack_ids(ids) if self.columnar else ids
         result["meta_info"] = self.meta_info(start)
         if self.return_prompt_token_ids and self._has_prompt_part(start):
             result["prompt_token_ids"] = pack(self._prompt) if self.columnar else self.prompt_ids
@@ -284,10 +283,10 @@ class ReqState:
         found: dict[str, Any] = {"policy_logprobs": known}
         if known == "given":
             values = self.output_policy[start:]
-            found[columns.POLICY] = columns.logprobs(values) if self.columnar else values
+            found[columns.POLICY] = pack_logprobs(values) if self.columnar else values
         if self.output_choices:
             choices = list(map(int, self.output_choices[start:]))
-            found[columns.CHOICE] = columns.ids(choices) if self.columnar else choices
+            found[columns.CHOICE] = pack_ids(choices) if self.columnar else choices
         return found
 
     def _logprob_lists(self, start: int) -> dict[str, Any]:
@@ -382,7 +381,7 @@ class ReqState:
         prompt = self.prompt_logprobs if self._has_prompt_part(start) else None
         arrays: dict[str, Any] = {
             "input_token_logprobs": columns.prompt(prompt),
-            "output_token_logprobs": columns.logprobs(self.output_logprobs[start:]),
+            "output_token_logprobs": pack_logprobs(self.output_logprobs[start:]),
             "output_token_logprobs_length": len(self.output_logprobs),
         }
         for name, positions in self._candidates().items():

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from verl_server.errors import BadRequestError
 from verl_server.messages.io_struct import FinishReason, TokenizedGenerateReq
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
+from verl_server.messages.packed import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

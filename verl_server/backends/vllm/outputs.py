@@ -13,8 +13,7 @@ import numpy as np
 
 from verl_server.backends.process.driver import NewTokens
 from verl_server.messages.io_struct import FinishReason, TokenizedGenerateReq
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.messages.packing import pack_array, pack_ids
+from verl_server.messages.packed import PromptLogprobs, TokenLogprobs, pack_array, pack_ids
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from starlette.responses import Response
 
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, ContextLengthError, VerlServerError
-from verl_server.messages import columns
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.messages.packed import pack_ids, pack_logprobs
 from verl_server.sampling_params import EDITS, FILTERS, SamplingParams
 from verl_server.server.generation import Generation, failure
 from verl_server.server.http.responses import EventStream
@@ -220,8 +220,8 @@ class RequestTurns:
         moments = (state.created, state.first_token or state.finished or now, state.finished or now)
         finished = FinishedTurn(
             next=self._next,
-            output=columns.ids(state.output_ids),
-            logprobs=columns.logprobs(state.output_logprobs),
+            output=pack_ids(state.output_ids),
+            logprobs=pack_logprobs(state.output_logprobs),
             spans=[(span["version"], span["start"]) for span in state.weight_versions],
             finish=(reason.type, reason.matched),
             reply=reply,
@@ -230,7 +230,7 @@ class RequestTurns:
             rid=state.rid,
             sampling=conditions(state.req),
             policy_logprobs=state.policy_logprobs,
-            policy=columns.logprobs(state.output_policy),
+            policy=pack_logprobs(state.output_policy),
             has_choice=bytes(state.output_choices),
             overridden=msgspec.json.encode(asked) if (asked := self._overridden.get(turn.turn)) else b"",
             seed=state.req.sampling.sampling_seed,

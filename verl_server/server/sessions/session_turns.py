@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, ContextLengthError, IdempotencyConflictError
-from verl_server.messages import columns
+from verl_server.messages.packed import pack_ids
 from verl_server.server.generate_request import ReadRequest, SessionParams
 from verl_server.server.generation import Generation
 from verl_server.server.http.responses import run_job, unless_disconnected
@@ -220,7 +220,7 @@ class SessionTurns:
         model = self._manager.model_text
         if kept and ids and model is not None and ids[0] == model.config.get("bos_token_id"):
             ids = ids[1:]  # a tokenizer adds it to each text, and it begins the sequence already
-        return plan_behind(session, turn, kept, columns.ids(ids))
+        return plan_behind(session, turn, kept, pack_ids(ids))
 
     async def _with_turns(
         self, read: ReadRequest, turns: RequestTurns, given: dict[str, Any], shape: ReplyShape

@@ -18,7 +18,7 @@ from verl_server.chat.output import OutputFormat
 from verl_server.chat.session_view import SessionView
 from verl_server.chat.templates import ChatTemplates, Message
 from verl_server.errors import BadRequestError, ContextLengthError
-from verl_server.messages import columns
+from verl_server.messages.packed import pack_ids, unpack_ids
 from verl_server.server.limits import Limits
 
 if TYPE_CHECKING:  # a process that checks no grammars does not load llguidance
@@ -291,12 +291,12 @@ ENCODE = Job("encode", _encode_prompts, EncodedPrompts)
 
 def unpack(ids: Ids) -> list[int]:
     """Return token ids as a list."""
-    return ids if isinstance(ids, list) else columns.id_list(ids)
+    return ids if isinstance(ids, list) else unpack_ids(ids)
 
 
 def pack(ids: Ids) -> bytes:
     """Return token ids as an array of int32."""
-    return columns.ids(ids) if isinstance(ids, list) else ids
+    return pack_ids(ids) if isinstance(ids, list) else ids
 
 
 def count_ids(ids: Ids) -> int:

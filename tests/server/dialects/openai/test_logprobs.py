@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.server.dialects.openai.conftest import Caller
-from verl_server.messages.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed import TokenLogprobs
 from verl_server.server.dialects.openai.logprobs import LogprobWriter, Position
 from verl_server.server.dialects.openai.protocol import CompletionRequest
 from verl_server.server.dialects.openai.tokens import TokenTexts

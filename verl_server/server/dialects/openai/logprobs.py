@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import orjson
 
-from verl_server.messages.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed import TokenLogprobs
 from verl_server.server.dialects.openai.protocol import OpenAIRequest
 from verl_server.server.dialects.openai.tokens import TokenTexts
 from verl_server.server.request_state import ReqState

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from verl_server.messages.packed_logprobs import TokenLogprobs
+from verl_server.messages.packed import TokenLogprobs
 from verl_server.server.dialects.vllm.reading import ReadInference
 from verl_server.server.http.responses import write_json
 from verl_server.server.request_state import ReqState

@@ -1,18 +1,45 @@
-"""Log-probabilities of several tokens at a position, and of a prompt, as packed arrays.
+"""Packed token ids and log-probabilities: `bytes` of little-endian int32 and float32, and what is made of them.
 
-The sampler makes them (`sampling.logprobs`), the scheduler sends them in its `BatchTokenIDOut`, and the
-TokenizerManager keeps them packed until it builds the caller's result.
+Between the sampler and the caller's result, log-probabilities stay packed. Lists would be millions of objects, and each
+full garbage collection visits them all. Packing is exact: the model computes log-probabilities in float32. The sampler
+packs (`sampling.logprobs`), the scheduler sends `TokenLogprobs` and `PromptLogprobs` in its `BatchTokenIDOut`, and the
+TokenizerManager keeps them packed until it builds the caller's result. `columns` is the form for callers.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from verl_server.messages.packing import ITEM, pack_array, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+ITEM = 4
+"""Bytes of one id or log-probability."""
+
+
+def pack_ids(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)  # several times faster than NumPy's conversion of a list
+
+
+def pack_logprobs(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def pack_array(values: npt.NDArray[np.generic]) -> bytes:
+    """Pack an array of any shape: integers as ids, floats as log-probabilities."""
+    return values.astype("<f4" if values.dtype.kind == "f" else "<i4", copy=False).tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(packed, dtype="<i4").tolist()
+    return ids
+
+
+def unpack_logprobs(packed: bytes) -> list[float]:
+    logprobs: list[float] = np.frombuffer(packed, dtype="<f4").tolist()
+    return logprobs
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

@@ -17,8 +17,14 @@ import torch
 from verl_server.backends.vllm.outputs import RunningRequest
 from verl_server.kernels.draw import LOWEST
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from verl_server.messages.packed_logprobs import PromptLogprobs, TokenLogprobs
-from verl_server.messages.packing import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from verl_server.messages.packed import (
+    PromptLogprobs,
+    TokenLogprobs,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+    unpack_logprobs,
+)
 from verl_server.sampling.distribution import LogSoftmax
 from verl_server.sampling.logprobs import RequestedCandidates, RequestedTokens, SamplingMasks, TopCandidates
 from verl_server.sampling_params import SamplingParams
