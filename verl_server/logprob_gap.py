@@ -117,7 +117,7 @@ class GapAlarm:
         self._means: deque[float] = deque(maxlen=_GROWING_STEPS)
 
     def check(self, gap: LogprobGap | None, step: int) -> None:
-        """Warn if the gap of `step` is above its bound. Raises LogprobGapError far above it, or if it keeps growing."""
+        """Warn if the gap of `step` is above its bound. Raise LogprobGapError far above it, or if it keeps growing."""
         if gap is None:
             return
         bounds = self.bounds

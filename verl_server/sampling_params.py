@@ -122,7 +122,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def parse(cls, raw: Any) -> SamplingParams:
         """Build from a dict; None counts as {}. Null values mean the default, except that `max_new_tokens` may be null.
 
-        Raises BadRequestError that names the key and the allowed values.
+        Raise BadRequestError that names the key and the allowed values.
         """
         if isinstance(raw, cls):
             raw.verify()
@@ -151,7 +151,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def verify(self) -> None:
         """Check the range of every value, and normalize greedy sampling, `top_k` and `stop` in place.
 
-        Raises BadRequestError that names the key and the allowed values.
+        Raise BadRequestError that names the key and the allowed values.
         """
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "stream_interval"):
             _check((getattr(self, name) or 0) < _INT_BOUND, name, getattr(self, name), f"below {_INT_BOUND}")

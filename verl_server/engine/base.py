@@ -235,7 +235,7 @@ def generate_body(
 ) -> dict[str, Any]:
     """Return the body of `/generate`. Arguments that are None or False are left out; arrays and tensors become lists.
 
-    Raises BadRequestError for an unknown option and for NaN or infinity in `sampling_params`.
+    Raise BadRequestError for an unknown option and for NaN or infinity in `sampling_params`.
     """
     check_names(options, GenerateOptions, "generate")
     _check_finite("sampling_params", sampling_params)

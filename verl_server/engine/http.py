@@ -330,7 +330,7 @@ class HttpServerEngineAdapter(EngineBase):
         """Wait until the server answers and its weights are confirmed, and accept its current run.
 
         The weights of a new run are confirmed when the engine that pushes calls `heal` or `accept_restart`, or pushes
-        every parameter. Raises ServerRestartedError after `timeout` seconds, and ServerDiedError if the server was
+        every parameter. Raise ServerRestartedError after `timeout` seconds, and ServerDiedError if the server was
         launched by this adapter and has ended.
         """
         deadline = time.monotonic() + timeout

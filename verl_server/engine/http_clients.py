@@ -89,7 +89,7 @@ def _aiohttp_session(limit: int) -> aiohttp.ClientSession:
 
 @functools.cache
 def certificates() -> ssl.SSLContext:
-    """The certificates of all clients. Loading them holds an event loop for about 50 ms, so it happens once."""
+    """Return the certificates of all clients. Loading them holds an event loop for about 50 ms, so it happens once."""
     return httpx.create_ssl_context()
 
 

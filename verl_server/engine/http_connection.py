@@ -81,7 +81,7 @@ class HttpConnections:
     ) -> Answer:
         """Send a request and return the answer. `timeout`: seconds of each wait for the server; None is unbounded.
 
-        Raises TimeoutError if the server is silent, and another OSError or http.client.HTTPException if the server
+        Raise TimeoutError if the server is silent, and another OSError or http.client.HTTPException if the server
         cannot be reached or the connection breaks.
         """
         connection, keep = self._take(), False
@@ -98,7 +98,7 @@ class HttpConnections:
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
         """Send a POST request. The block gets the answer, and its content in parts as they arrive.
 
-        With an error status, the answer has its content instead. Raises the errors of `request`, also from the parts.
+        With an error status, the answer has its content instead. Raise the errors of `request`, also from the parts.
         """
         connection, keep = self._take(), False
         try:

@@ -57,7 +57,7 @@ def seed_of_engine(random_seed: int, first_rank: int) -> int:
 def join_ranks(mesh: DeviceMesh, engine: RankGroup, rank_timeout: float) -> JointRanks | None:
     """Return the joint ranks of a mesh with several engines; None if the mesh has one engine.
 
-    `engine` is the group of this rank's engine. Raises BadRequestError if the ranks of the mesh are on several hosts.
+    `engine` is the group of this rank's engine. Raise BadRequestError if the ranks of the mesh are on several hosts.
     """
     all_ranks = sorted(mesh.mesh.flatten().tolist())
     if len(all_ranks) == engine.size:
@@ -97,7 +97,7 @@ def _place() -> bytes:
 def place_engine(group: RankGroup, settings: dict[str, Any], nnodes: int) -> None:
     """Add this rank's node, the ranks' meeting address and the node's GPUs to `settings`.
 
-    All ranks of the engine call it together. Raises BadRequestError if the nodes would have unequal numbers of
+    All ranks of the engine call it together. Raise BadRequestError if the nodes would have unequal numbers of
     ranks.
     """
     if group.size % nnodes:

@@ -10,7 +10,7 @@ from verl_server.errors import BadRequestError
 def server_address(url: str) -> str:
     """Return `http://HOST:PORT` without a slash at its end. HOST:PORT alone is http; a proxy's path is kept.
 
-    Raises BadRequestError for what is no such URL, and for the base URL of OpenAI's clients, which ends with `/v1`.
+    Raise BadRequestError for what is no such URL, and for the base URL of OpenAI's clients, which ends with `/v1`.
     """
     address = (url if "://" in url else f"http://{url}").rstrip("/")
     try:

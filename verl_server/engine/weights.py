@@ -322,7 +322,7 @@ class EngineWeights(abc.ABC):
     def _control(self, req: ControlReq) -> ControlReply:
         """Send a control request and return the reply. A refusal by the scheduler is a reply with `success=False`.
 
-        The wait has a bound. Raises an error if the engine is dead, unreachable or silent.
+        The wait has a bound. Raise an error if the engine is dead, unreachable or silent.
         """
 
     def _in_transaction(self, req: U) -> U:

@@ -46,7 +46,7 @@ def local_folder(model_path: str, setting: str = "model_path") -> Path | None:
 def resolve_model_folder(model_path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
     """Return the local folder of a model: `model_path` itself, or the hub's snapshot, which may be downloaded now.
 
-    With `config_only` no weights are downloaded. Raises BadRequestError if there is no such model.
+    With `config_only` no weights are downloaded. Raise BadRequestError if there is no such model.
     """
     if (folder := local_folder(model_path)) is not None:
         return folder

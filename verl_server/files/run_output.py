@@ -101,7 +101,7 @@ def is_stdout(descriptor: int) -> bool:
 def check_folder(folder: Path) -> None:
     """Create a folder unless it exists, and write to it on trial.
 
-    Raises BadRequestError, which names the folder and the reason, if files cannot be written there.
+    Raise BadRequestError, which names the folder and the reason, if files cannot be written there.
     """
     make_folder(folder)
     try:
@@ -115,7 +115,7 @@ def check_folder(folder: Path) -> None:
 def claim_folder(folder: Path) -> Claim:
     """Create a folder unless it exists, write to it on trial, and lock it.
 
-    Raises BadRequestError if it cannot be written, or if another process writes a run there.
+    Raise BadRequestError if it cannot be written, or if another process writes a run there.
     """
     check_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -126,7 +126,7 @@ def claim_folder(folder: Path) -> Claim:
 def claim_file(file: Path) -> Claim:
     """Create a file and the folders above it unless they exist, and lock it.
 
-    Raises BadRequestError if it cannot be written, or if another process writes a run there.
+    Raise BadRequestError if it cannot be written, or if another process writes a run there.
     """
     check_folder(file.parent)
     while True:
@@ -207,7 +207,7 @@ def without_host(url: str) -> str:
 def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_differ: Mapping[str, str]) -> dict[str, Any]:
     """Compare settings with those that the run at `place` stored in `file`, and return the stored ones.
 
-    `may_differ`: names, or "outer.*" for all in `outer`. Raises BadRequestError with a list of what else differs, or if
+    `may_differ`: names, or "outer.*" for all in `outer`. Raise BadRequestError with a list of what else differs, or if
     the file cannot be read.
     """
     found = stored_settings(file)
@@ -231,7 +231,7 @@ def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_diffe
 
 
 def stored_settings(file: Path) -> dict[str, Any]:
-    """Return the settings that a run stored. Raises BadRequestError, with the remedy, if the file is damaged."""
+    """Return the settings that a run stored. Raise BadRequestError, with the remedy, if the file is damaged."""
     try:
         return read_json(file)
     except BadRequestError as error:
@@ -242,7 +242,7 @@ def stored_settings(file: Path) -> dict[str, Any]:
 
 
 def store_settings(file: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a run, complete or not at all. Raises BadRequestError if the file cannot be written."""
+    """Write the settings of a run, complete or not at all. Raise BadRequestError if the file cannot be written."""
     try:
         write_file(file, json.dumps(settings, indent=2).encode() + b"\n")
     except OSError as error:

@@ -52,7 +52,7 @@ class ChildProcess:
         env: dict[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
-        """The child inherits the file descriptors `pass_fds` under the same numbers, which `argument` must name."""
+        """Start the child. It inherits the descriptors `pass_fds` by their numbers, which `argument` must name."""
         self.name = name
         self._lock = threading.Lock()
         self._log_tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)

@@ -24,7 +24,7 @@ def attend_block(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add block i of keys to the online softmax (m, sums, acc). Row r attends to keys below seen_by_row[r] <= end.
 
-    `page` holds the page ids of this block. Returns those of the next block, so that its keys can be loaded early, and
+    `page` holds the page ids of this block. Return those of the next block, so that its keys can be loaded early, and
     the new m, sums and acc.
     """
     token, dim = i * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)

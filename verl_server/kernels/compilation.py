@@ -66,7 +66,7 @@ class _Shared:
         self._owner, self._file = -1, -1
 
     def before(self, *, key: str, fn: Any, **_: Any) -> bool:
-        """Lock the kernel. Returns False: the compilation goes on."""
+        """Lock the kernel. Return False: the compilation goes on."""
         with contextlib.suppress(OSError):  # a cache that cannot be written, or locked: no other process can use it
             file = self._lock_file()
             fcntl.lockf(file, fcntl.LOCK_UN)  # a compilation that failed has no end

@@ -61,7 +61,7 @@ def choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tupl
     """Choose one token for each row of `logits` [n, vocab], of any float dtype, which are not changed.
 
     The logits are multiplied by `scales` [n] fp32 (1 / temperature). Rows with `greedy` [n] bool take the largest logit
-    instead of a draw. `keys` [n] int64 are from `row_keys`. Returns ids int64 [n] and their log-probabilities fp32 [n]
+    instead of a draw. `keys` [n] int64 are from `row_keys`. Return ids int64 [n] and their log-probabilities fp32 [n]
     over the whole row. For a row with NaN or +inf, or without finite values, these are a valid id and NaN.
     """
     n, vocab = logits.shape

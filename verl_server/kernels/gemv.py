@@ -16,7 +16,7 @@ from verl_server.kernels import dependent
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """x [1, in] @ weight.T + bias [out], summed in fp32. `weight` [out, in] is contiguous. Returns [1, out].
+    """x [1, in] @ weight.T + bias [out], summed in fp32. `weight` [out, in] is contiguous. Return [1, out].
 
     `pdl`: see `dependent`; no kernel that may still run writes `weight`.
     """

@@ -16,7 +16,7 @@ from verl_server.kernels import dependent
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
     """Return the norm of each row of x [T, hidden], contiguous, times `weight` [hidden] of the same dtype.
 
-    Returns a new tensor of x's shape and dtype. `pdl`: see `dependent`; no kernel that may still run writes `weight`.
+    Return a new tensor of x's shape and dtype. `pdl`: see `dependent`; no kernel that may still run writes `weight`.
     """
     assert x.is_contiguous()
     out = torch.empty_like(x)
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
-    """Add x to `residual` in place, rounded to the dtype of both. Returns the norm of the sum.
+    """Add x to `residual` in place, rounded to the dtype of both. Return the norm of the sum.
 
     Shapes and `pdl` are those of `rms_norm`.
     """

@@ -153,7 +153,7 @@ class PagedAttention:
     def host_metadata(self, kv_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
         """Return the distribution of decode work over the programs, for `kv_lens` [n], each >= 1; n >= 1.
 
-        Returns int32 of constant length: [units per program, number of programs with one unit more, number of programs
+        Return int32 of constant length: [units per program, number of programs with one unit more, number of programs
         with any units, index of the last entry, then (entry, head, block) of the first unit of each program]. Entries
         beyond n get no work: their output is not written.
         """
@@ -262,7 +262,7 @@ class PagedAttention:
 
         The new tokens of entry e are rows q_starts[e] to q_starts[e + 1] - 1 of q, and follow its cached[e] earlier
         tokens. `rows` and `cached` are int32 [m], `q_starts` is int32 [m + 1] from 0 to T. `max_extend` is the largest
-        number of new tokens of an entry, which decides the tile size. Returns [T, heads * head_dim]: `out` if given.
+        number of new tokens of an entry, which decides the tile size. Return [T, heads * head_dim]: `out` if given.
         """
         if out is None:
             out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)

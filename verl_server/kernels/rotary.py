@@ -140,7 +140,7 @@ def _norm_rotate_store(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weighted(values: tl.tensor, weight: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Round fp32 values to the weight's dtype, multiply by the weight, and round again. Returns fp32."""
+    """Round fp32 values to the weight's dtype, multiply by the weight, and round again. Return fp32."""
     factor = tl.load(weight, mask=inside, other=0.0)
     rounded = values.to(factor.dtype).to(tl.float32)
     return (rounded * factor.to(tl.float32)).to(factor.dtype).to(tl.float32)

@@ -133,7 +133,7 @@ def _choose_runs(nodes: list[_Node], begin: int, levels: int) -> tuple[int, list
     """Choose the nodes that become runs, at most `levels` on a path, so that the number of saved keys is the largest.
 
     The keys of a node that is not chosen belong to the runs below it, which begin at `begin`: the end of the last run
-    that was chosen above. Returns (number of saved keys, [(first, count, begin, end, level) of each run]).
+    that was chosen above. Return (number of saved keys, [(first, count, begin, end, level) of each run]).
     """
     saved = 0
     chosen: list[tuple[int, ...]] = []

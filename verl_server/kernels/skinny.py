@@ -40,7 +40,7 @@ class SkinnyProduct:
         return n <= 65536 and k >= (1024 if self._split(n, k) == 1 else 2048)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [m, in] @ `weight` [out, in].T + `bias` [out], summed in fp32. Returns [m, out].
+        """x [m, in] @ `weight` [out, in].T + `bias` [out], summed in fp32. Return [m, out].
 
         All have one dtype; x and `weight` are contiguous.
         """

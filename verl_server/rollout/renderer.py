@@ -157,7 +157,7 @@ class TextRenderer(TokenizerRenderer):
         action_schema: dict[str, Any] | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
-        """The policy's text is sent as `{action_key: text}`. In the format "json" it is the action, a JSON object.
+        """Send the policy's text as `{action_key: text}`. In the format "json" it is the action, a JSON object.
 
         JSON that violates `action_schema`, the environment's JSON schema, is not sent. The reasoning before the answer
         is not sent. `reasoning_parser` is its format, as in the server's setting. The default is the setting of the

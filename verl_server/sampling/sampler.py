@@ -265,7 +265,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, _More]:
         """Sample the special rows of `logits` [n, vocab]. `raw` are the model's logits of the raw rows.
 
-        Returns (ids [m], their log-probabilities [m], what else the rows requested).
+        Return (ids [m], their log-probabilities [m], what else the rows requested).
         """
         index = special.index
         if special.penalized:

@@ -406,7 +406,7 @@ def _serve_child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], Non
 def check_output_folders(server_args: ServerArgs) -> None:
     """Create the folders that a server writes, and write to them on trial, before a model is loaded.
 
-    Raises BadRequestError, which names the setting, the folder and the reason.
+    Raise BadRequestError, which names the setting, the folder and the reason.
     """
     for name in ("session_store", "profile_folder"):
         folder = getattr(server_args, name)

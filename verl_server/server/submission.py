@@ -38,7 +38,7 @@ class Submission:
         serial: Iterator[int],
         encode: Encode,
     ) -> None:
-        """`serial` numbers the messages to the scheduler."""
+        """Take `serial`, which numbers the messages to the scheduler."""
         self.text = TextService(server_args, model_text, scheduler_info)
         self._model_text = model_text
         self._filters_logprobs = scheduler_info.get("logprobs_after_filters", False)

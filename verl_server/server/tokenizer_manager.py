@@ -280,7 +280,7 @@ class TokenizerManager:
     def finish_hint(self, named: str) -> None:
         """Note that no request continues the session that callers call `named`, outside of the ledger.
 
-        Nothing is sent before the scheduler is ready and after it has ended. Raises BadRequestError for invalid text.
+        Nothing is sent before the scheduler is ready and after it has ended. Raise BadRequestError for invalid text.
         """
         if named and self._refusal is None:
             self.finish_session(hint_id(named))

@@ -92,7 +92,7 @@ class PolicyTrainer:
     """The policy and its optimizer; under torchrun, the shards of one rank."""
 
     def __init__(self, policy: Policy, config: GRPOConfig, steps: int, device: torch.device) -> None:
-        """`steps` is the number of steps of the whole run, over which the learning rate falls."""
+        """Take `steps`, the number of steps of the whole run, over which the learning rate falls."""
         self.policy = policy
         self.config = config
         self.device = device

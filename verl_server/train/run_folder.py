@@ -40,7 +40,7 @@ _KEPT_TRAJECTORIES = 4
 
 class RunFolder:
     def __init__(self, path: Path, settings: Callable[[], dict[str, Any]] | None = None) -> None:
-        """`settings` returns the settings that run.json stores and a resumed run compares; None stores none."""
+        """Take `settings`, which returns what run.json stores and a resumed run compares. None stores nothing."""
         self.path = path
         self._settings = settings
         self._run_file = path / "run.json"

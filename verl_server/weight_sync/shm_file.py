@@ -31,7 +31,7 @@ _COUNT = struct.Struct("=i")
 def open_shm_file(allocation: Allocation) -> tuple[int, str]:
     """(descriptor, path) of the file, whose reference is given back: what is open is still whole.
 
-    The caller closes the descriptor. Raises WeightUpdateError if the file is not what was described.
+    The caller closes the descriptor. Raise WeightUpdateError if the file is not what was described.
     """
     with _opened(allocation) as (fd, path):
         _count_down(fd)
@@ -81,7 +81,7 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: str) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Lock the file. Raises WeightUpdateError if a process keeps the lock, which other ranks hold for microseconds."""
+    """Lock the file. Raise WeightUpdateError if a process keeps the lock, which other ranks hold for microseconds."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:

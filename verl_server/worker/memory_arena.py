@@ -83,7 +83,7 @@ class MemoryArena:
     def resume(self) -> bool:
         """Map memory at the same addresses again. Return True if the contents are unchanged since the release.
 
-        Otherwise the contents are zeros on the CPU and undefined on CUDA. Returns True if the memory is present. Raise
+        Otherwise the contents are zeros on the CPU and undefined on CUDA. Return True if the memory is present. Raise
         ServerUnavailableError if memory is short; the arena then stays released with the contents that were kept, and
         `resume` may be called again.
         """

@@ -79,7 +79,7 @@ class LiveModel:
     def trace(self, slots: Mapping[str, WeightSlot]) -> tuple[LoadTrace, dict[str, Tensor]]:
         """Record what vLLM's loader does with all tensors of the checkpoint.
 
-        Returns the trace, and the parameters in the format in which they are loaded, on the meta device. Raises what
+        Return the trace, and the parameters in the format in which they are loaded, on the meta device. Raise what
         the loader raises, after the live tensors are back.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

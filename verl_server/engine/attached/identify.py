@@ -20,7 +20,7 @@ from verl_server.messages.io_struct import INSTANCE_HEADER
 def identify(transport: HttpTransport, url: str) -> AttachedServer | None:
     """Return the server of another project at `url`, None if it is a verl-server.
 
-    Raises BadRequestError for an unknown server, and the error of `/server_info` if that refuses the key or fails.
+    Raise BadRequestError for an unknown server, and the error of `/server_info` if that refuses the key or fails.
     """
     answer = transport.probe("/server_info")
     if answer.headers.get(INSTANCE_HEADER) is not None:

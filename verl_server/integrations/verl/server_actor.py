@@ -55,7 +55,7 @@ class ServerActor:
     """
 
     def __init__(self, settings: dict[str, Any], options: ServingOptions | None = None, profiler: Any = None) -> None:
-        """`settings` are keywords of `ServerArgs`. `profiler` is verl's `DistProfiler` of this replica, or None."""
+        """Take `settings`, keywords of `ServerArgs`. `profiler` is verl's `DistProfiler` of this replica, or None."""
         self._settings = settings
         self._options = options or ServingOptions()
         self._profiler = profiler

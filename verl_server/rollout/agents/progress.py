@@ -26,7 +26,7 @@ class ProgressView:
     """The live view. `note`, the `on_finish` of the run, counts the ends of episodes."""
 
     def __init__(self, progress: Progress, expected: int, console: Console) -> None:
-        """`expected` is the number of episodes that this run will play."""
+        """Show a run that will play `expected` episodes."""
         self._progress = progress
         self._expected = expected
         self._console = console

@@ -34,7 +34,7 @@ class RadixCache:
     def __init__(
         self, pool: PagePool, page_size: int, disabled: bool = False, returns: ExpectedReturn | None = None
     ) -> None:
-        """`returns` learns which turns lose their pages before they are continued."""
+        """Take `returns`, which learns which turns lose their pages before they are continued."""
         self._returns = ExpectedReturn() if returns is None else returns
         self.pool = pool
         self.page_size = page_size

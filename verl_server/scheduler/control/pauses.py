@@ -23,7 +23,7 @@ class _Waiting:
 
 class Pauses:
     def __init__(self, scheduler: EngineLoop, timeout: float, reply: Callable[[ControlReply], None]) -> None:
-        """A pause that waits is refused after `timeout` seconds. `reply` sends an answer."""
+        """Refuse a pause that waits longer than `timeout` seconds. `reply` sends an answer."""
         self._scheduler, self._timeout, self._reply = scheduler, timeout, reply
         self._waiting: list[_Waiting] = []
         self.paused = False

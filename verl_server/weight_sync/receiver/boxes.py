@@ -26,7 +26,7 @@ def box_at(offset: Sequence[int], shape: Sequence[int]) -> Box:
 
 
 def indexed_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of a tensor of this shape that `tensor[index]` selects."""
+    """Return the box of a tensor of this shape that `tensor[index]` selects."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -35,13 +35,13 @@ def volume(box: Box) -> int:
 
 
 def common_box(a: Box, b: Box) -> Box | None:
-    """The box that both contain; None if they share nothing."""
+    """Return the box that both boxes contain, or None if they share nothing."""
     common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def index_in(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of `inner` in a tensor that holds `outer`."""
+    """Return the index of `inner` in a tensor that holds `outer`."""
     return tuple(slice(p[0] - q[0], p[1] - q[0]) for p, q in zip(inner, outer, strict=True))
 
 
@@ -73,12 +73,12 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def spoken(box: Box) -> str:
-    """The box as text, written like an index: [0:4, 8:16]."""
+    """Return the box as text, like an index: [0:4, 8:16]."""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def _first_gap(taken: NDArray[np.bool_], cuts: list[list[int]]) -> Box:
-    """The first free cell, extended as far as it goes, last dimension first."""
+    """Return the first free cell, extended as far as it goes, last dimension first."""
     gap = [slice(int(i), int(i) + 1) for i in np.unravel_index(int(taken.argmin()), taken.shape)]
     for d in reversed(range(len(gap))):
         while gap[d].stop < taken.shape[d]:

@@ -70,7 +70,7 @@ class Checkpoint:
     """An open checkpoint. `tensors` may be shaped, sliced and planned with, but hold zeros until they were `read`."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open all files and check their headers. Raises BadRequestError, which names the file and the fault."""
+        """Open all files and check their headers. Raise BadRequestError, which names the file and the fault."""
         self.tensors: list[tuple[str, Tensor]] = []
         """Full tensors in the order of the files."""
         self._files: list[_File] = []
@@ -160,7 +160,7 @@ class Checkpoint:
         _read(file, target, start - file.start + file.data_offset)
 
     def _read_columns(self, view: Tensor) -> None:
-        """Some columns of a matrix: whole rows pass through a scratch buffer, only the columns are kept."""
+        """Read some columns of a matrix: whole rows pass through a scratch buffer, and the columns are kept."""
         pitch, width = view.stride(0) * view.itemsize, view.shape[1] * view.itemsize
         start = view.data_ptr() - self._memory.data_ptr()
         file = self._file_at(start)

@@ -33,7 +33,7 @@ class MemoryFile:
         weakref.finalize(self, os.close, fd)
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from a byte of the allocation. Raises WeightUpdateError if the file ends before."""
+        """Fill `buffer` from a byte of the allocation. Raise WeightUpdateError if the file ends before."""
         try:
             read_exactly(self.fd, buffer, self._start + offset, self.path)
         except OSError as error:
@@ -49,7 +49,7 @@ class FileView:
     def __init__(
         self, file: MemoryFile, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
     ) -> None:
-        """`stride` and `offset` count elements; the view is not empty. Raises WeightUpdateError for too many rows."""
+        """`stride` and `offset` count elements; the view is not empty. Raise WeightUpdateError for too many rows."""
         self._file = file
         self.is_scattered = is_scattered(shape, stride, dtype.itemsize)
         if is_spread(shape, stride):
@@ -63,24 +63,24 @@ class FileView:
         """The view, in memory of this process. Undefined before `read`."""
 
     def read(self) -> None:
-        """Copy the elements as they are now. Raises WeightUpdateError if the file was cut off."""
+        """Copy the elements as they are now. Raise WeightUpdateError if the file was cut off."""
         memory, size = self._memory.numpy().data, self._row_bytes
         for i, offset in enumerate(self._offsets):
             self._file.read(memory[i * size : (i + 1) * size], offset)
 
 
 def elements_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The elements of the memory from the first to the last element of a view that is not empty."""
+    """Return the elements of the memory from the first to the last element of a view that is not empty."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def is_spread(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """True if there is far more memory between the elements of a view than in them."""
+    """Return True if there is far more memory between the elements of a view than in them."""
     return elements_spanned(shape, stride) > _MOST_SPREAD * math.prod(shape)
 
 
 def is_scattered(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> bool:
-    """True if the pages that hold the elements of a view are far more memory than the elements: its rows are short."""
+    """Return True if a view's pages are far more memory than its elements, because its rows are short."""
     if not is_spread(shape, stride):
         return False
     row = math.prod(shape[_row_dim(shape, stride) :]) * itemsize
@@ -88,7 +88,7 @@ def is_scattered(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> 
 
 
 def _row_dim(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The first of the last dimensions whose elements lie one behind the other."""
+    """Return the first of the last dimensions whose elements lie one behind the other."""
     dim, size = len(shape), 1
     while dim and (stride[dim - 1] == size or shape[dim - 1] == 1):
         dim -= 1

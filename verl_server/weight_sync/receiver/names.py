@@ -24,10 +24,10 @@ class ModelNames:
         self._map = weight_map
 
     def settle(self, names: Sequence[str]) -> list[str | None]:
-        """The model's name (in `slots`, `aliases` or `stacks`) for each of `names`; None for what is to be left out.
+        """Return the model's name (in `slots`, `aliases` or `stacks`) for each of `names`; None: it is left out.
 
         Left out are buffers that old checkpoints carry, and the frozen copies that PEFT keeps of modules it
-        trains. Raises WeightUpdateError for unknown names, for names that mean one parameter, and for adapters.
+        trains. Raise WeightUpdateError for unknown names, for names that mean one parameter, and for adapters.
         """
         plain = [self._plain(name) for name in names]
         self._refuse_adapters([n for n, known in zip(names, plain, strict=True) if not self._is_known(known)])
@@ -101,7 +101,7 @@ def bounded(names: Sequence[str]) -> dict[str, Any]:
 
 
 def lacking(missing: Sequence[str], total: int) -> str:
-    """The message of the refusal of an update that must be whole. `total`: number of the model's parameters."""
+    """Return the refusal of an update that must be whole. `total`: number of the model's parameters."""
     return (
         f"The update does not cover every parameter: it lacks {len(missing)} of {total}; missing: {listed(missing)}. "
         "Push every parameter, pass partial=True to leave the others as they are, or push in parts inside a "

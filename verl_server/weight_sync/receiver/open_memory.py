@@ -60,7 +60,7 @@ class OpenAllocations:
         return len(self._regions)
 
     def open(self, allocation: Allocation) -> Region:
-        """The region, opened unless it is open already. Raises WeightUpdateError if it is not what was described."""
+        """Return the region, and open it if it is closed. Raise WeightUpdateError if it is not as described."""
         with self._lock:
             region = self._regions.get(allocation)
             if region is None:
@@ -68,11 +68,11 @@ class OpenAllocations:
             return region
 
     def hold(self) -> HeldMemory:
-        """An empty `HeldMemory`, which opens regions as they are read."""
+        """Return an empty `HeldMemory`, which opens regions as they are read."""
         return HeldMemory(self)
 
     def view(self, name: str, handle: TensorHandle) -> Tensor:
-        """A described tensor, which alone keeps its memory open."""
+        """Return a described tensor, which alone keeps its memory open."""
         return self.hold().view(name, handle)
 
     def _opened(self, allocation: Allocation) -> Region:
@@ -109,9 +109,9 @@ class HeldMemory:
         return next((name for name, copy in self._copies.values() if copy.is_scattered), "")
 
     def view(self, name: str, handle: TensorHandle) -> Tensor:
-        """The described tensor, as a view into its owner's memory or into a copy, which is read when it is made.
+        """Return the described tensor, as a view into its owner's memory or into a copy, which is read when it is made.
 
-        Raises WeightUpdateError naming the tensor.
+        Raise WeightUpdateError naming the tensor.
         """
         try:
             dtype = check_view(handle)
@@ -135,7 +135,7 @@ class HeldMemory:
             raise WeightUpdateError(f"'{name}': its shape and stride do not describe a tensor ({message}).") from None
 
     def read_again(self) -> None:
-        """Copy the present values of all that is not mapped. Raises WeightUpdateError naming a tensor that is gone."""
+        """Copy the present values of all that is not mapped. Raise WeightUpdateError naming a tensor that is gone."""
         for name, copy in self._copies.values():
             try:
                 copy.read()
@@ -156,7 +156,7 @@ class HeldMemory:
 
 
 def check_view(handle: TensorHandle) -> torch.dtype:
-    """Raise WeightUpdateError unless the view lies inside its allocation. Returns its dtype."""
+    """Raise WeightUpdateError unless the view lies inside its allocation. Return its dtype."""
     dtype = FLOATING.get(handle.dtype)
     if dtype is None:
         raise WeightUpdateError(
@@ -223,7 +223,7 @@ def _open_shared(allocation: Allocation) -> Region:
 
 
 def _check_shared(fd: int, path: str, allocation: Allocation) -> bool:
-    """Raise WeightUpdateError if this is not what was described. Returns whether it can be mapped without danger.
+    """Raise WeightUpdateError if this is not what was described. Return whether it can be mapped without danger.
 
     A pid or descriptor may have been reused, or mean something else in another PID namespace. An ordinary file is
     nobody's weights. Inodes of memfds are small counters, so an arena's name carries its id besides.
@@ -243,7 +243,7 @@ def _check_shared(fd: int, path: str, allocation: Allocation) -> bool:
 
 
 def _seals(fd: int) -> int | None:
-    """The seals of a memfd or of a file in /dev/shm; None for any other file."""
+    """Return the seals of a memfd or of a file in /dev/shm; None for any other file."""
     try:
         return int(fcntl.fcntl(fd, fcntl.F_GET_SEALS)) if stat.S_ISREG(os.fstat(fd).st_mode) else None
     except OSError:

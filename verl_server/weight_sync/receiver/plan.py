@@ -48,9 +48,9 @@ class UpdatePlan:
     def __init__(
         self, weight_map: WeightMap, sources: Sequence[tuple[str, Source]], memory: HeldMemory, *, fused: bool
     ) -> None:
-        """`sources`: with the model's name (or alias) of each, every name once.
+        """Plan copies from `sources`, each with the model's name or alias of it, every name once.
 
-        Raises WeightUpdateError for shapes and dtypes that do not fit and a tied head that contradicts.
+        Raise WeightUpdateError for shapes and dtypes that do not fit and a tied head that contradicts.
         """
         self._map, self._memory = weight_map, memory
         self._lock = threading.Lock()  # what `commit` reads, `close` must not take away
@@ -103,7 +103,7 @@ class UpdatePlan:
     def verify(self, checksums: Mapping[str, str]) -> None:
         """Compare the sources, as they are now, with `tensor_checksum`s of whole tensors by the trainer's names.
 
-        Reads all of each tensor, also where this rank takes a slice. Raises WeightUpdateError.
+        Reads all of each tensor, also where this rank takes a slice. Raise WeightUpdateError.
         """
         unknown = [name for name in checksums if name not in self._given]
         if unknown:

@@ -43,7 +43,7 @@ class Registrations:
             return plan
 
     def put(self, id: str, plan: UpdatePlan) -> None:
-        """Keep `plan`, in place of one of the same id. Raises WeightUpdateError if an owner cannot be watched."""
+        """Keep `plan`, in place of one of the same id. Raise WeightUpdateError if an owner cannot be watched."""
         owners = plan.owners
         for pid in owners:
             self._watch(pid)

@@ -58,11 +58,11 @@ class Source:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, part: Part) -> Tensor:
-        """The part's elements, opened if they are not yet."""
+        """Return the part's elements, opened if they are not yet."""
         return part.data if isinstance(part.data, Tensor) else self.memory.view(self.name, part.data)
 
     def whole(self) -> Tensor:
-        """The full tensor. One in several parts is put together, in memory of its own."""
+        """Return the full tensor. A tensor in several parts is put together, in memory of its own."""
         whole = box_at([0] * len(self.shape), self.shape)
         if [part.box for part in self.parts] == [whole]:
             return self.read(self.parts[0])
@@ -73,7 +73,7 @@ class Source:
         return full
 
     def is_same_memory(self, other: Source) -> bool:
-        """True if both are the same memory under two names, so that they stay equal."""
+        """Return True if both are the same memory under two names, so that they stay equal."""
         return (
             (self.dtype, self.shape) == (other.dtype, other.shape)
             and len(self.parts) == len(other.parts)
@@ -81,7 +81,7 @@ class Source:
         )
 
     def has_same_values(self, other: Source) -> bool:
-        """True if all elements are equal, bit for bit, now."""
+        """Return True if all elements are equal, bit for bit, now."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         bits = _BITS[self.dtype.itemsize]
@@ -100,13 +100,13 @@ class Source:
 
 
 def tensor_source(name: str, tensor: Tensor, memory: HeldMemory) -> Source:
-    """A full tensor that this process can read."""
+    """Return the source of a full tensor that this process can read."""
     tensor = tensor.detach()
     return Source(name, tensor.dtype, tuple(tensor.shape), [_whole(tensor.shape, tensor)], memory)
 
 
 def handle_source(name: str, handle: TensorHandle, memory: HeldMemory) -> Source:
-    """A full tensor in another process's memory."""
+    """Return the source of a full tensor in another process's memory."""
     try:
         dtype = check_view(handle)
     except WeightUpdateError as error:
@@ -117,9 +117,9 @@ def handle_source(name: str, handle: TensorHandle, memory: HeldMemory) -> Source
 def described_source(
     source: DescribedTensor, allocations: list[Allocation], memory: HeldMemory, choose: Choose
 ) -> Source:
-    """A tensor of a description; of equal boxes only the chosen copy is ever opened.
+    """Return the source of a described tensor. Of equal boxes only the chosen copy is ever opened.
 
-    Raises WeightUpdateError naming the tensor if a shard leaves its memory or the tensor, or the shards do not tile
+    Raise WeightUpdateError naming the tensor if a shard leaves its memory or the tensor, or the shards do not tile
     the tensor.
     """
     try:

@@ -58,7 +58,7 @@ class WeightReceiver:
         """Check an update that travels as a description, and open what this rank reads of it.
 
         `keep` registers it under the description's id, as long as that is safe: what cannot be kept is opened for
-        this update only, and the sender will describe it again. Raises WeightUpdateError.
+        this update only, and the sender will describe it again. Raise WeightUpdateError.
         """
         plan = self._described(description)
         self._check(plan, strict_dtype, partial, checksums)
@@ -90,7 +90,7 @@ class WeightReceiver:
         return plan
 
     def compared(self, named_tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """The full tensors whose values `plan` compares: an embedding, and a tied head that comes beside it."""
+        """Return the full tensors whose values `plan` compares: an embedding, and a tied head that comes beside it."""
         names = self._names.settle([name for name, _ in named_tensors])
         given = {known: tensor for known, (_, tensor) in zip(names, named_tensors, strict=True) if known is not None}
         pairs = [(alias, slot) for alias, slot in self._map.aliases.items() if alias in given and slot in given]
@@ -107,7 +107,7 @@ class WeightReceiver:
         return plan
 
     def register(self, description: WeightsDescription, *, strict_dtype: bool) -> None:
-        """Open and plan a description now, for pushes by its id. Raises WeightUpdateError if it cannot be kept."""
+        """Open and plan a description now, for pushes by its id. Raise WeightUpdateError if it cannot be kept."""
         plan = self._described(description)
         self._check(plan, strict_dtype, True, None)
         self._keep(description.id, plan)
@@ -168,5 +168,5 @@ class WeightReceiver:
 
 
 def _plain_uuid(uuid: str) -> str:
-    """The UUID without the prefix that only some drivers and tools write."""
+    """Return the UUID without the prefix that only some drivers and tools write."""
     return uuid.removeprefix("GPU-")

@@ -49,7 +49,7 @@ def _inner(name: str, value: Any) -> torch.Tensor:
 def describe_memory(tensors: list[Pushed], regions: dict[int, Region]) -> WeightsDescription:
     """Describe `tensors` under a new id. `regions` has the region of each storage by its `_cdata`.
 
-    Raises BadRequestError for a tensor that has no memory, does not fit its declared box, or comes twice.
+    Raise BadRequestError for a tensor that has no memory, does not fit its declared box, or comes twice.
     """
     allocations: list[Allocation] = []
     places: dict[str, int] = {}

@@ -54,11 +54,11 @@ class Region:
     """CUDA: the driver's number of this allocation, unique in the process's life; 0 if not known."""
 
     def is_there(self) -> bool:
-        """True if the memory that was described is still what lies at its address (on CUDA see `is_allocated`)."""
+        """Return True if the memory that was described still lies at its address (on CUDA see `is_allocated`)."""
         return self.memory_is_alive is None or self.memory_is_alive() is not None
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """True if the storage still lies in the memory that was described."""
+        """Return True if the storage still lies in the memory that was described."""
         there = self.data_ptr == storage.data_ptr() and self.nbytes == storage.nbytes()
         return there and self.is_there() and self.is_allocated()
 
@@ -66,7 +66,7 @@ class Region:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
     def is_allocated(self) -> bool:
-        """True if CUDA memory is in the allocation that was described; regions with one `allocation_id` agree."""
+        """Return True if CUDA memory is in the described allocation; regions with one `allocation_id` agree."""
         return not self.allocation_id or allocation_id(self.data_ptr) == self.allocation_id
 
     @property
@@ -93,9 +93,9 @@ class Exports:
         self._warned = False
 
     def regions(self, storages: Iterable[torch.UntypedStorage]) -> dict[int, Region]:
-        """The region of each storage by its `_cdata`; what is not exported yet, or moved since, is exported.
+        """Return the region of each storage by its `_cdata`; what is not exported yet, or moved since, is exported.
 
-        Raises WeightUpdateError when there is no shared memory left; every storage then still holds its values.
+        Raise WeightUpdateError when there is no shared memory left; every storage then still holds its values.
         """
         with self._lock:
             self._forget_freed()
@@ -239,7 +239,7 @@ def _check_dev_shm(nbytes: int) -> None:
 
 
 def allocation_id(address: int) -> int:
-    """The driver's number of the allocation at a device address; 0 if it cannot be asked.
+    """Return the driver's number of the allocation at a device address; 0 if it cannot be asked.
 
     Memory that was freed and allocated again at the same address has another number.
     """
@@ -252,7 +252,7 @@ def allocation_id(address: int) -> int:
 
 
 def device_frees(devices: Iterable[torch.device]) -> tuple[int, ...]:
-    """Number of times that torch's allocator returned memory of each device to the driver; empty if it does not count.
+    """Return how often torch's allocator returned memory of each device to the driver; empty if it does not count.
 
     While this stays the same, whatever the allocator held lies where it lay: no need to ask for `allocation_id`s.
     """

@@ -52,7 +52,7 @@ class MemoryLayout:
 
     @classmethod
     def at(cls, tensors: list[Pushed]) -> MemoryLayout:
-        """The layout of `tensors` now. Raises BadRequestError for a tensor without plain memory."""
+        """Return the layout of `tensors` now. Raise BadRequestError for a tensor without plain memory."""
         memories, parts = _memories(tensors)
         try:
             return cls(
@@ -89,7 +89,7 @@ class LayoutGuard:
         self._guard: Any = TensorGuards(*memories, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
     def is_same(self, tensors: list[Pushed]) -> bool:
-        """True if these are the same tensors, at the same addresses, read in the same way.
+        """Return True if these are the same tensors, at the same addresses, read in the same way.
 
         False may also mean that the guard cannot say: then compare layouts.
         """
@@ -104,7 +104,7 @@ class LayoutGuard:
 
 
 def _memories(tensors: list[Pushed]) -> tuple[list[Any], list[Any]]:
-    """The plain tensor that this rank holds of each, and what else a sharded one is; nothing if none is sharded."""
+    """Return this rank's plain tensors, and what else the sharded ones are; an empty list if none is sharded."""
     values: list[Any] = [value for _, value in tensors]
     kinds = set(map(type, values))
     if kinds.issubset(PLAIN):

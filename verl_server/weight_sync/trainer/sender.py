@@ -85,7 +85,7 @@ class _Known:
         """Result of `device_frees` before the segments were last checked one by one."""
 
     def is_current(self, tensors: list[Pushed]) -> bool:
-        """True if every tensor lies where it was described. (Equal layouts are of the same, living storages.)"""
+        """Return True if every tensor lies where it was described. (Equal layouts are of the same, living storages.)"""
         if self._guard is not None and self._guard.is_same(tensors):
             return self._memory_is_there()
         self._guard = None
@@ -102,11 +102,11 @@ class _Known:
             self._guard = LayoutGuard(tensors, self.layout)
 
     def _memory_is_there(self) -> bool:
-        """True if the described memory is still there."""
+        """Return True if the described memory is still there."""
         return all(alive() is not None for alive in self._memories_alive) and self._segments_are_there()
 
     def _segments_are_there(self) -> bool:
-        """False if CUDA memory was returned to the driver, so that other memory may have its address."""
+        """Return False if CUDA memory was returned to the driver, so that other memory may have its address."""
         if not self._segments:
             return True
         frees = device_frees(self.devices)
@@ -117,7 +117,7 @@ class _Known:
         return there
 
     def is_dead(self) -> bool:
-        """True if a tensor of the set was freed, so that it can never be found there again."""
+        """Return True if a tensor of the set was freed, so that it can never be found there again."""
         return any(region.is_freed() for region in self.regions.values())
 
 
@@ -145,9 +145,9 @@ class WeightSender:
         return Described(nothing, "", pairs, can_be_kept=True, handles=handles)
 
     def describe(self, tensors: list[Pushed]) -> Described:
-        """The memory of `tensors` on this rank, with everything written that was queued on its devices.
+        """Return the memory of `tensors` on this rank, after everything that was queued on its devices is written.
 
-        Raises BadRequestError for what cannot be pushed, WeightUpdateError when there is no shared memory left;
+        Raise BadRequestError for what cannot be pushed, WeightUpdateError when there is no shared memory left;
         every tensor then still holds its values.
         """
         names = tensors.names if isinstance(tensors, NamedTensors) else tuple(name for name, _ in tensors)
@@ -257,7 +257,7 @@ _exports = Exports()  # one for the process, as the memory is the process's
 
 
 def describe_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, LocalSerializedTensor]]:
-    """Handles through which the schedulers of this host read whole tensors, in the order given.
+    """Return handles through which the schedulers of this host read whole tensors, in the order given.
 
     They are opened for one update and planned anew each time: `EngineBase.update_weights_from_tensor` and
     `register_weights` are faster, and read shards.
@@ -292,5 +292,5 @@ def _whole(name: str, tensor: Any) -> Any:
 
 
 def is_whole(tensor: DTensor) -> bool:
-    """True if this rank holds all of it."""
+    """Return True if this rank holds the whole tensor."""
     return tensor.device_mesh.size() == 1 or all(placement.is_replicate() for placement in tensor.placements)

@@ -50,7 +50,7 @@ class LocalPart:
 def parts_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, ...], list[LocalPart]]:
     """(shape of the full tensor, boxes of it that `value` holds on this rank; none if it holds nothing).
 
-    Raises BadRequestError for `Partial` placements and boxes that do not fit.
+    Raise BadRequestError for `Partial` placements and boxes that do not fit.
     """
     if isinstance(value, TensorShard):
         return tuple(value.shape), _declared(name, value)
@@ -71,7 +71,7 @@ def parts_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, .
 
 
 def local_tensor(value: torch.Tensor | TensorShard) -> torch.Tensor:
-    """The memory that this rank holds of `value`, outside of autograd."""
+    """Return the memory that this rank holds of `value`, outside of autograd."""
     if isinstance(value, TensorShard):
         return value.tensor
     # to_local() records a view for autograd, which takes longer than all of a push's other checks together.
@@ -104,7 +104,7 @@ def sharded_parts(
 
 
 def _chunk(intervals: list[Interval], count: int, index: int) -> list[Interval]:
-    """The `index`-th of `count` pieces of what the intervals hold, laid end to end, cut as `torch.chunk` does."""
+    """Return piece `index` of `count` of what the intervals hold, laid end to end, as `torch.chunk` divides it."""
     size = -(-sum(stop - start for start, stop in intervals) // count)
     first, last, position, piece = index * size, (index + 1) * size, 0, []
     for start, stop in intervals:
