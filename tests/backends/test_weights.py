@@ -192,7 +192,7 @@ def test_a_part_of_a_fused_module(fresh: Served) -> None:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_holds_running_and_new_requests(fresh: Served, mode: Any) -> None:
     with ThreadPoolExecutor(2) as pool:
-        running = fresh.begin(pool, tokens=2 * RUNNING)
+        running = fresh.begin(pool, tokens=1000)  # a pause comes at once, so it need not run long
         fresh.adapter.pause_generation(mode=mode)
         new = pool.submit(fresh.generate, LONG_PROMPT)
         assert eventually(lambda: _state(fresh)["num_waiting_reqs"] + _state(fresh)["num_running_reqs"] == 2, 60)

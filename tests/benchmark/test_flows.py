@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.flows import files_of, moves_of, record
 
 
+@pytest.mark.exhaustive
 def test_a_push_is_recorded_from_the_trainer_to_the_copy() -> None:
     calls = record(("push",), http=False)["push"]
     files = files_of(calls)

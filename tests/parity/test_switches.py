@@ -56,7 +56,6 @@ class Switches:
 QUICK = [
     Switches("lpm", "fused", cache=True, pool="small", overlaps=True),
     Switches("fcfs", "plain", cache=True, pool="small", overlaps=False),
-    Switches("lpm", "plain", cache=False, pool="small", overlaps=True),
     Switches("fcfs", "fused", cache=True, pool="large", overlaps=True),
 ]
 EVERY = itertools.starmap(

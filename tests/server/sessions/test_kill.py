@@ -211,7 +211,7 @@ def check_keys(server: LiveServer, agent: Agent, client: httpx.Client) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("seed", "sessions"), at_depth([(0, 12), (1, 64), (2, 64)]))
+@pytest.mark.parametrize(("seed", "sessions"), at_depth([(0, 8), (1, 64), (2, 64)]))
 def test_a_killed_server_keeps_every_turn_that_was_answered(
     folder: Path, tmp_path: Path, seed: int, sessions: int
 ) -> None:
