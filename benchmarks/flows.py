@@ -1,4 +1,4 @@
-"""Count the files, and the moves between folders, that a reader of this project's flows comes across.
+"""Count the files, and the moves between rooms, that a reader of this project's flows comes across.
 
     python -m benchmarks.flows
     python -m benchmarks.flows --flows push --list
@@ -18,9 +18,12 @@ A profile function in every thread of every process records which functions of `
 and after the flow do not count (the start of the processes, for example), nor do module bodies.
 
 `files` is the number of files with a called function. `moves` is the number of pairs (caller, callee) of functions
-whose files are in different folders. Each pair counts once. Frames of other packages and module bodies between caller
-and callee are skipped. The caller must have been called in the flow, too: a callback of an event loop that already ran
-has no caller. Modules that are directly in `verl_server/`, such as `errors`, are files, but no move leads to them.
+whose files are in different rooms. A room is a folder in `verl_server/`, or in `weight_sync/` and `backends/`, whose
+subfolders belong to different processes. `room_pairs` is the number of pairs of rooms between which the moves lead.
+
+Frames of other packages and module bodies between caller and callee are skipped. The caller must have been called in
+the flow, too: a callback of an event loop that already ran has no caller. Modules that are directly in `verl_server/`,
+such as `errors`, are files, but no move leads to them.
 
 A count by hand, before this script existed, found 58 files and 14 moves for `generate`, and 65 files and 38 moves for
 `push`. It left out the small objects that a call only passes.
@@ -54,6 +57,8 @@ Call = tuple[str | None, str]
 """(caller, callee) as "FILE:FUNCTION", with the file's path in `verl_server`. The caller is None if there is none."""
 FLOWS: tuple[Flow, ...] = ("generate", "push", "episode")
 _REPEATS = 3
+_TWO_LEVELS = (("weight_sync",), ("backends",))
+"""Folders whose subfolders belong to different processes."""
 
 
 @dataclass(frozen=True)
@@ -194,23 +199,24 @@ def record(flows: tuple[Flow, ...], http: bool) -> dict[Flow, set[Call]]:
 
 
 def files_of(calls: Iterable[Call]) -> list[str]:
-    """Files with a called function, sorted."""
+    """Return the files with a called function, sorted."""
     return sorted({callee.partition(":")[0] for _, callee in calls})
 
 
 def moves_of(calls: Iterable[Call]) -> list[Call]:
-    """Calls from one folder to another, sorted."""
+    """Return the calls from one room to another, sorted."""
     calls = list(calls)
     called = {callee for _, callee in calls}
     return sorted(
         (caller, callee)
         for caller, callee in calls
-        if caller in called and len({_folder(caller), _folder(callee), ""}) == 3
+        if caller in called and len({_room(caller), _room(callee), ""}) == 3
     )
 
 
-def _folder(function: str) -> str:
-    return str(Path(function.partition(":")[0]).parent).removeprefix(".")
+def _room(function: str) -> str:
+    folders = Path(function.partition(":")[0]).parts[:-1]
+    return "/".join(folders[: 2 if folders[:1] in _TWO_LEVELS else 1])
 
 
 def main() -> None:
@@ -220,6 +226,7 @@ def main() -> None:
     for flow, calls in record(options.flows, options.http).items():
         files, moves = files_of(calls), moves_of(calls)
         line: dict[str, Any] = {"name": flow, "files": len(files), "moves": len(moves), "http": options.http}
+        line["room_pairs"] = len({(_room(caller or ""), _room(callee)) for caller, callee in moves})
         lists = {"file_names": files, "move_calls": [f"{caller} -> {callee}" for caller, callee in moves]}
         print(json.dumps(line | (lists if options.list else {})), flush=True)
 

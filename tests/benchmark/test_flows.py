@@ -21,13 +21,20 @@ def test_a_push_is_recorded_from_the_trainer_to_the_copy() -> None:
     ) in (moves_of(calls))
 
 
-def test_moves_are_calls_between_folders_that_begin_in_the_flow() -> None:
+def test_moves_are_calls_between_rooms_that_begin_in_the_flow() -> None:
     calls = {
         (None, "a/x.py:f"),
-        ("a/x.py:f", "a/y.py:g"),  # one folder
+        ("a/x.py:f", "a/y.py:g"),  # one room
+        ("a/x.py:f", "a/deep/w.py:k"),  # one room
         ("a/x.py:f", "b/z.py:h"),
-        ("b/z.py:h", "errors.py:e"),  # no folder
+        ("a/x.py:f", "weight_sync/trainer/t.py:t"),
+        ("weight_sync/trainer/t.py:t", "weight_sync/receiver/r.py:r"),
+        ("b/z.py:h", "errors.py:e"),  # no room
         ("c/loop.py:run", "a/x.py:f"),  # the caller ran before
     }
-    assert files_of(calls) == ["a/x.py", "a/y.py", "b/z.py", "errors.py"]
-    assert moves_of(calls) == [("a/x.py:f", "b/z.py:h")]
+    assert files_of(calls)[:4] == ["a/deep/w.py", "a/x.py", "a/y.py", "b/z.py"]
+    assert moves_of(calls) == [
+        ("a/x.py:f", "b/z.py:h"),
+        ("a/x.py:f", "weight_sync/trainer/t.py:t"),
+        ("weight_sync/trainer/t.py:t", "weight_sync/receiver/r.py:r"),
+    ]
