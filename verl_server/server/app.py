@@ -3,8 +3,8 @@
 `RouteMiddleware` finds the operation of a request, `AuthMiddleware` decides whether the caller may call it, and
 `Dispatch` calls it.
 
-`http_process` serves the application on the TokenizerManager's event loop. If a route does not convert an error into a
-response, this module does.
+`http_process` serves the application on the TokenizerManager's event loop. `Dispatch` converts the errors of this
+project into responses, and this module converts all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from verl_server.errors import VerlServerError
 from verl_server.server.arrivals import ArrivalMiddleware
 from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.anthropic.routes import AnthropicApi
@@ -36,13 +35,7 @@ from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
 from verl_server.server.http.instance import InstanceMiddleware
 from verl_server.server.http.operation import Operation
-from verl_server.server.http.responses import (
-    ClientDisconnectedError,
-    bad_request,
-    error_object,
-    json_response,
-    status_error,
-)
+from verl_server.server.http.responses import ClientDisconnectedError, error_object, json_response
 from verl_server.server.http.routing import Dispatch, RouteMiddleware
 from verl_server.server.http.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.http.unknown_fields import UnknownFieldsMiddleware
@@ -64,7 +57,6 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
     sessions = SessionService(manager, server_args) if sessions is None else sessions
     mounted = operations(manager, server_args, rules, sessions)
     handlers: dict[Any, Callable[[Request, Exception], Any]] = {
-        VerlServerError: _on_error,
         HTTPException: _on_http_exception,
         ClientDisconnectedError: disconnect_handler(manager),
     }
@@ -112,12 +104,6 @@ def disconnect_handler(manager: TokenizerManager) -> Callable[[Request, Exceptio
         return Response(status_code=499)  # the client does not receive this response
 
     return on_disconnect
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    """Return the response to an error that the route did not convert itself."""
-    assert isinstance(error, VerlServerError)
-    return bad_request(error) if error.status_code < 500 else status_error(error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -1,9 +1,9 @@
 """`Operation`: one route of a dialect, with everything that its request and its answer may hold.
 
-The API class of each dialect returns its operations. `app.create_app` serves them. `/openapi.json`, the access
-rules, the reference in
-docs/ and the test that sends every field read the same table. A known field of a body is in exactly one of three
-places: in the struct (implemented), in `refused`, or in `without_effect`. `unknown_fields` judges other fields.
+The API class of each dialect returns its operations. `app.create_app` serves them. `/openapi.json`, the access rules,
+the reference in docs/ and the test that sends every field read the same table. A known field of a body is in exactly
+one of three places: in the struct (implemented), in `refused`, or in `without_effect`. `unknown_fields` judges other
+fields.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any, Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+
+from verl_server.errors import VerlServerError
+from verl_server.server.http.responses import error_response
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -58,6 +61,8 @@ class Operation:
     """Type of the JSON answer with status 200. None: the docstring of the handler says what the answer holds."""
     media_types: tuple[str, ...] = (JSON,)
     """Content types of the answer with status 200."""
+    answer_error: Callable[[VerlServerError], Response] = error_response
+    """Returns the answer to an error that the handler raises, in the shape of the dialect."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -140,6 +140,11 @@ def bad_request(error: VerlServerError) -> Response:
     return json_response(content, error.status_code, error_headers(error))
 
 
+def error_response(error: VerlServerError) -> Response:
+    """Return the answer of an operation whose dialect has no shape of its own for errors."""
+    return bad_request(error) if error.status_code < 500 else status_error(error)
+
+
 def openai_error_type(error: VerlServerError) -> str:
     return "BadRequestError" if error.status_code < 500 else "InternalServerError"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from verl_server.errors import VerlServerError
 from verl_server.server.http.operation import Operation
 from verl_server.server.http.responses import error_object, json_response
 from verl_server.web.resolver import Found, NotServed, Resolver
@@ -40,7 +41,10 @@ class RouteMiddleware:
 
 
 class Dispatch:
-    """The innermost application: calls the handler, or answers that nothing serves the request."""
+    """The innermost application: calls the handler, or answers that nothing serves the request.
+
+    The operation converts the errors of its handler into answers.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = route_of(scope)
@@ -48,7 +52,11 @@ class Dispatch:
             await _refused(route)(scope, receive, send)
             return
         scope["path_params"] = route.parameters
-        response = await route.operation.handler(Request(scope, receive, send))
+        operation = route.operation
+        try:
+            response = await operation.handler(Request(scope, receive, send))
+        except VerlServerError as error:
+            response = operation.answer_error(error)
         await response(scope, receive, send)
 
 

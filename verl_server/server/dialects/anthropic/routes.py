@@ -60,6 +60,7 @@ class AnthropicApi:
             "in_session": True,
             "refused": REFUSED,
             "without_effect": WITHOUT_EFFECT,
+            "answer_error": anthropic_error,
         }
         return [
             Operation(
@@ -73,24 +74,21 @@ class AnthropicApi:
     async def messages(self, request: Request) -> Response:
         """Return Anthropic's message, with blocks of the types thinking, text and tool_use. With `stream`, send
         server-sent events with Anthropic's events."""
-        try:
-            read = await self._read(request, MESSAGES)
-            self._manager.text.warn_of_unused(read.unused_options)
-            writer = MessageWriter(read, self._args.served_model_name or self._manager.controls.model_path)
-            wanted = GenerateReqInput(
-                sampling_params=read.sampling_params,
-                rid=writer.id,
-                stream=read.request.stream,
-                return_logprob=read.request.return_logprob,
-            )
-            generation = await self._turns.submit(
-                request,
-                ReadRequest(request=wanted, prompts=[read.prompt], is_single=True),
-                read.next,
-                ReplyShape("messages", read.output, clamps=True),
-            )
-        except VerlServerError as error:
-            return anthropic_error(error)
+        read = await self._read(request, MESSAGES)
+        self._manager.text.warn_of_unused(read.unused_options)
+        writer = MessageWriter(read, self._args.served_model_name or self._manager.controls.model_path)
+        wanted = GenerateReqInput(
+            sampling_params=read.sampling_params,
+            rid=writer.id,
+            stream=read.request.stream,
+            return_logprob=read.request.return_logprob,
+        )
+        generation = await self._turns.submit(
+            request,
+            ReadRequest(request=wanted, prompts=[read.prompt], is_single=True),
+            read.next,
+            ReplyShape("messages", read.output, clamps=True),
+        )
         writer.id = generation.states[0].rid.rpartition("/")[2]  # of the first answer, if this one repeats it
         headers = {"request-id": writer.id}
         if read.request.stream:
@@ -101,17 +99,12 @@ class AnthropicApi:
             await unless_disconnected(request, generation.wait())
             message = await unless_disconnected(request, writer.message(generation.states[0]))
             return self._turns.mark(json_response(message, headers=headers), generation)
-        except VerlServerError as error:
-            return anthropic_error(error)
         finally:
             generation.close()
 
     async def count_tokens(self, request: Request) -> Response:
         """Return {"input_tokens"}: the number of prompt tokens that `/v1/messages` would have for this body."""
-        try:
-            counted = await self._read(request, COUNT_TOKENS)
-        except VerlServerError as error:
-            return anthropic_error(error)
+        counted = await self._read(request, COUNT_TOKENS)
         self._manager.text.warn_of_unused(counted.unused_options)
         return json_response({"input_tokens": counted.count})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -91,6 +92,7 @@ class OpenAIApi:
                 in_session=True,
                 replayed=True,
                 body=CompletionRequest,
+                answer_error=_errors_of(CompletionRequest),
                 refused=COMPLETION_REFUSED,
                 without_effect=COMPLETION_WITHOUT_EFFECT,
                 media_types=_STREAMED,
@@ -102,6 +104,7 @@ class OpenAIApi:
                 in_session=True,
                 replayed=True,
                 body=ChatCompletionRequest,
+                answer_error=_errors_of(ChatCompletionRequest),
                 refused=CHAT_REFUSED,
                 without_effect=CHAT_WITHOUT_EFFECT,
                 media_types=_STREAMED,
@@ -113,6 +116,7 @@ class OpenAIApi:
                 in_session=True,
                 replayed=True,
                 body=ResponsesRequest,
+                answer_error=_errors_of(ResponsesRequest),
                 refused=RESPONSES_REFUSED,
                 without_effect=RESPONSES_WITHOUT_EFFECT,
                 media_types=_STREAMED,
@@ -123,6 +127,7 @@ class OpenAIApi:
                 POST,
                 aliases=("/v1/tokenize",),
                 body=TokenizeRequest,
+                answer_error=_errors_of(TokenizeRequest),
                 refused=TOKENIZE_REFUSED,
                 without_effect=TOKENIZE_WITHOUT_EFFECT,
             ),
@@ -132,6 +137,7 @@ class OpenAIApi:
                 POST,
                 aliases=("/v1/detokenize",),
                 body=DetokenizeRequest,
+                answer_error=_errors_of(DetokenizeRequest),
                 without_effect=DETOKENIZE_WITHOUT_EFFECT,
             ),
         ]
@@ -179,53 +185,42 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Return OpenAI's completion object. With `stream`, send server-sent events with OpenAI's chunks."""
-        try:
-            read = await self.read(request, COMPLETION)
-            body = read.request
-            self.check_model(body.model)
-            wanted = body.generate_request(body.max_tokens, body.logprobs)
-            if body.echo and body.logprobs is not None:
-                wanted.logprob_start_len = 0
-            generation = await self._submit(
-                request, wanted, read, body, ReplyShape("completions", prompt_text=read.prompt_text)
-            )
-        except VerlServerError as error:
-            return openai_error(error, CompletionRequest.__struct_fields__)
-        return await self._answer(
-            request, body, generation, TextChoices(self.text(), self.token_texts(), self._model_name, body)
-        )
+        read = await self.read(request, COMPLETION)
+        body = read.request
+        self.check_model(body.model)
+        wanted = body.generate_request(body.max_tokens, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            wanted.logprob_start_len = 0
+        shape = ReplyShape("completions", prompt_text=read.prompt_text)
+        generation = await self._submit(request, wanted, read, body, shape)
+        choices = TextChoices(self.text(), self.token_texts(), self._model_name, body)
+        return await self._answer(request, body, generation, choices)
 
     async def chat_completions(self, request: Request) -> Response:
         """Return OpenAI's chat completion object. With `stream`, send server-sent events with OpenAI's chunks."""
-        try:
-            read = await self.read(request, CHAT)
-            self._manager.text.warn_of_unused(read.unused_options)
-            body = read.request
-            self.check_model(body.model)
-            top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            wanted = body.generate_request(body.max_tokens, top_logprobs, read.output.grammar or "")
-            wanted.return_sampling_mask = body.return_sampling_mask
-            wanted.sampling_logprobs_mode = body.sampling_logprobs_mode
-            shape = ReplyShape("chat", read.output, one_call=not body.parallel_tool_calls)
-            generation = await self._submit(request, wanted, read, body, shape)
-        except VerlServerError as error:
-            return openai_error(error, ChatCompletionRequest.__struct_fields__)
+        read = await self.read(request, CHAT)
+        self._manager.text.warn_of_unused(read.unused_options)
+        body = read.request
+        self.check_model(body.model)
+        top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        wanted = body.generate_request(body.max_tokens, top_logprobs, read.output.grammar or "")
+        wanted.return_sampling_mask = body.return_sampling_mask
+        wanted.sampling_logprobs_mode = body.sampling_logprobs_mode
+        shape = ReplyShape("chat", read.output, one_call=not body.parallel_tool_calls)
+        generation = await self._submit(request, wanted, read, body, shape)
         choices = ChatChoices(self.token_texts(), self._model_name, body, read.output)
         return await self._answer(request, body, generation, choices)
 
     async def responses(self, request: Request) -> Response:
         """Return OpenAI's response object. With `stream`, send server-sent events with OpenAI's typed events."""
-        try:
-            read = await self.read(request, RESPONSES, previous_response)
-            self._manager.text.warn_of_unused(read.unused_options)
-            body, chat = read.request, read.chat
-            self.check_model(body.model)
-            top_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
-            wanted = chat.generate_request(chat.max_tokens, top_logprobs, read.output.grammar or "")
-            shape = ReplyShape("responses", read.output, one_call=not body.parallel_tool_calls)
-            generation = await self._submit(request, wanted, read, chat, shape)
-        except VerlServerError as error:
-            return openai_error(error, ResponsesRequest.__struct_fields__)
+        read = await self.read(request, RESPONSES, previous_response)
+        self._manager.text.warn_of_unused(read.unused_options)
+        body, chat = read.request, read.chat
+        self.check_model(body.model)
+        top_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
+        wanted = chat.generate_request(chat.max_tokens, top_logprobs, read.output.grammar or "")
+        shape = ReplyShape("responses", read.output, one_call=not body.parallel_tool_calls)
+        generation = await self._submit(request, wanted, read, chat, shape)
         answer = ResponseAnswer(self.token_texts(), self._model_name, read, generation.states[0].call_seed)
         if body.stream:
             return self._turns.mark(EventStream(answer.frames(generation), generation.close), generation)
@@ -290,19 +285,21 @@ class OpenAIApi:
 
     async def tokenize(self, request: Request) -> Response:
         """Return {"tokens", "count", "max_model_len"}. For a list of texts, "tokens" and "count" are lists."""
-        return await self._text_reply(request, TOKENIZE, TokenizeRequest)
+        return await self._text_reply(request, TOKENIZE)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text as "text" (SGLang) and "prompt" (vLLM). For a list of lists of token ids, it is a list."""
-        return await self._text_reply(request, DETOKENIZE, DetokenizeRequest)
+        return await self._text_reply(request, DETOKENIZE)
 
-    async def _text_reply(self, request: Request, job: Job[TextReply], body: type[msgspec.Struct]) -> Response:
-        try:
-            reply = await self.read(request, job)
-        except VerlServerError as error:
-            return openai_error(error, body.__struct_fields__)
+    async def _text_reply(self, request: Request, job: Job[TextReply]) -> Response:
+        reply = await self.read(request, job)
         self._manager.text.warn_of_unused(reply.unused_options)
         return encoded_response(reply.json, "application/json")
+
+
+def _errors_of(body: type[msgspec.Struct]) -> Callable[[VerlServerError], Response]:
+    """Return the function that answers the errors of a route. An error may name a field of the route's body."""
+    return partial(openai_error, fields=body.__struct_fields__)
 
 
 async def _frames(generation: Generation, choices: Choices, body: OpenAIRequest) -> AsyncIterator[bytes]:

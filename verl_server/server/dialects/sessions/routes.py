@@ -17,7 +17,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import BadRequestError
 from verl_server.messages.columns import MSGPACK
 from verl_server.messages.session_types import (
     Branch,
@@ -71,30 +71,28 @@ class SessionApi:
 
     def operations(self) -> list[Operation]:
         one = "/sessions/{session_id}"
+        owner: dict[str, Any] = {"access": "owner", "answer_error": message_error}
         return [
-            Operation("/sessions", self.create, POST, access="owner", body=CreateSession, answer=CreatedSession),
-            Operation("/sessions", self.list_sessions, access="owner", query=_LIST_QUERY, answer=SessionList),
-            Operation(one, self.read, access="owner", answer=SessionInfo),
-            Operation(one, self.delete, ("DELETE",), access="owner"),
-            Operation(f"{one}/reward", self.reward, POST, access="owner", body=RewardBody, answer=Reward),
-            Operation(f"{one}/finish", self.finish, POST, access="owner", body=FinishBody, answer=SessionInfo),
+            Operation("/sessions", self.create, POST, body=CreateSession, answer=CreatedSession, **owner),
+            Operation("/sessions", self.list_sessions, query=_LIST_QUERY, answer=SessionList, **owner),
+            Operation(one, self.read, answer=SessionInfo, **owner),
+            Operation(one, self.delete, ("DELETE",), **owner),
+            Operation(f"{one}/reward", self.reward, POST, body=RewardBody, answer=Reward, **owner),
+            Operation(f"{one}/finish", self.finish, POST, body=FinishBody, answer=SessionInfo, **owner),
             Operation(
                 f"{one}/trajectory",
                 self.trajectory,
-                access="owner",
                 query=_TRAJECTORY_QUERY,
                 answer=SessionTrajectory,
                 media_types=(JSON, MSGPACK),
+                **owner,
             ),
         ]
 
     async def create(self, request: Request) -> Response:
         """Return 201 and the new session with its key, which no other answer holds. 409 if the id exists."""
-        try:
-            session, key = self._ledger.create(await self._body(request, CreateSession))
-            await self._ledger.store.flushed()
-        except VerlServerError as error:
-            return message_error(error)
+        session, key = self._ledger.create(await self._body(request, CreateSession))
+        await self._ledger.store.flushed()
         seconds = session.limits.seconds
         created = CreatedSession(
             id=session.id,
@@ -109,13 +107,10 @@ class SessionApi:
     async def list_sessions(self, request: Request) -> Response:
         """Return the sessions, oldest first, without children and turns."""
         query = request.query_params
-        try:
-            limit = _number(query.get("limit", str(_PAGE)))
-            state, group, after = query.get("state"), query.get("group"), query.get("after")
-            if state is not None and state not in _STATES:
-                raise BadRequestError(f"state must be one of {', '.join(_STATES)}, not {state[:40]!r}.")
-        except VerlServerError as error:
-            return message_error(error)
+        limit = _number(query.get("limit", str(_PAGE)))
+        state, group, after = query.get("state"), query.get("group"), query.get("after")
+        if state is not None and state not in _STATES:
+            raise BadRequestError(f"state must be one of {', '.join(_STATES)}, not {state[:40]!r}.")
         slices, page = Slices(), []
         begun = after is None or after not in self._ledger.table
         for session in self._ledger.table.all():
@@ -136,52 +131,37 @@ class SessionApi:
 
     async def read(self, request: Request) -> Response:
         """Return a session with its children and the tree of its turns, without their tokens."""
-        try:
-            session = self._find(request)
-        except VerlServerError as error:
-            return message_error(error)
+        session = self._find(request)
         return await self._described(session)
 
     async def delete(self, request: Request) -> Response:
         """Return {} after the session, its children and its key were forgotten. 404 if there is no such session."""
-        try:
-            self._ledger.delete(self._find(request).id)
-            await self._ledger.store.flushed()
-        except VerlServerError as error:
-            return message_error(error)
+        self._ledger.delete(self._find(request).id)
+        await self._ledger.store.flushed()
         return json_response({})
 
     async def reward(self, request: Request) -> Response:
         """Record a reward of the session or of one turn. The same name and turn replace an earlier value."""
-        try:
-            total = self._ledger.reward(self._find(request).id, await self._body(request, RewardBody))
-            await self._ledger.store.flushed()
-        except VerlServerError as error:
-            return message_error(error)
+        total = self._ledger.reward(self._find(request).id, await self._body(request, RewardBody))
+        await self._ledger.store.flushed()
         return _answer(Reward(total))
 
     async def finish(self, request: Request) -> Response:
         """End a session: running turns are aborted and recorded, and its key ends. Return the session."""
-        try:
-            body = await self._body(request, FinishBody)
-            session = self._ledger.finish(self._find(request).id, body.reason)
-            await self._ledger.settled(session)
-            await self._ledger.store.flushed()
-        except VerlServerError as error:
-            return message_error(error)
+        body = await self._body(request, FinishBody)
+        session = self._ledger.finish(self._find(request).id, body.reason)
+        await self._ledger.settled(session)
+        await self._ledger.store.flushed()
         return await self._described(session)
 
     async def trajectory(self, request: Request) -> Response:
         """Return all branches of a session and its children, ready to train on."""
         query = request.query_params
-        try:
-            session = self._find(request)
-            mask = query.get("mask", "once")
-            if mask not in ("once", "every"):
-                raise BadRequestError(f"mask must be once or every, not {mask[:40]!r}.")
-            retries, children = _truth(query, "retries", False), _truth(query, "children", True)
-        except VerlServerError as error:
-            return message_error(error)
+        session = self._find(request)
+        mask = query.get("mask", "once")
+        if mask not in ("once", "every"):
+            raise BadRequestError(f"mask must be once or every, not {mask[:40]!r}.")
+        retries, children = _truth(query, "retries", False), _truth(query, "children", True)
         family = self._ledger.table.family(session) if children else [session]
         found: list[Branch] = []
         slices = Slices()

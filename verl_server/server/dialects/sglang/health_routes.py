@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server.errors import ControlTimeoutError, ServerUnavailableError, VerlServerError
+from verl_server.errors import ControlTimeoutError, ServerUnavailableError
 from verl_server.messages.io_struct import GetInternalStateReq
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.http.operation import Operation
@@ -34,30 +35,28 @@ class HealthApi:
         self._manager = manager
 
     def operations(self) -> list[Operation]:
+        open_to_all: dict[str, Any] = {"access": "open", "answer_error": status_error}
         return [
-            Operation("/health", self.health, aliases=("/ping",), access="open", media_types=()),
-            Operation("/health_generate", self.health_generate, access="open", media_types=()),
-            Operation("/ready", self.ready, access="open", media_types=()),
-            Operation("/liveness", self.liveness, access="open"),
+            Operation("/health", self.health, aliases=("/ping",), media_types=(), **open_to_all),
+            Operation("/health_generate", self.health_generate, media_types=(), **open_to_all),
+            Operation("/ready", self.ready, media_types=(), **open_to_all),
+            Operation("/liveness", self.liveness, **open_to_all),
         ]
 
     async def health(self, request: Request) -> Response:
         """Return 200 with an empty body while the scheduler is alive, even during a pause or a weight update."""
-        try:
-            await self._check_live()
-        except VerlServerError as error:
-            return status_error(error)
+        await self._check_live()
         return Response()
 
     async def liveness(self, request: Request) -> Response:
         """Return {"status": "ok"} when `/health` returns 200. The name is prime-rl's."""
-        response = await self.health(request)
-        return json_response({"status": "ok"}) if response.status_code == 200 else response
+        await self._check_live()
+        return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """Return the response of `/health`, but 503 while generation is paused."""
         if (pause := self._manager.controls.pause) is not None:
-            return status_error(ServerUnavailableError(f"Generation is {pause}."))
+            raise ServerUnavailableError(f"Generation is {pause}.")
         return await self.health(request)
 
     async def health_generate(self, request: Request) -> Response:
@@ -65,11 +64,8 @@ class HealthApi:
         full queue is no fault. During a pause or a weight update, return the response of `/health`."""
         if self._may_hold_generation:
             return await self.health(request)
-        try:
-            self._check_ready()
-            await self._await_step()
-        except VerlServerError as error:
-            return status_error(error)
+        self._check_ready()
+        await self._await_step()
         return Response()
 
     @property

@@ -11,10 +11,7 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from verl_server.errors import (
-    BadRequestError,
-    VerlServerError,
-)
+from verl_server.errors import VerlServerError
 from verl_server.messages.columns import MSGPACK
 from verl_server.messages.io_struct import PROMPT_HEADER
 from verl_server.messages.results import GenerateResult
@@ -24,6 +21,7 @@ from verl_server.server.generation import Generation
 from verl_server.server.http.operation import EVENTS, JSON, TEXT, Operation
 from verl_server.server.http.responses import (
     SSE_DONE,
+    BodyTooLargeError,
     EventStream,
     bad_request,
     message_error,
@@ -67,6 +65,7 @@ class NativeApi:
                 without_effect=ACCEPTED_HINTS,
                 answer=GenerateResult | list[GenerateResult],
                 media_types=(JSON, EVENTS, MSGPACK),
+                answer_error=_generate_error,
             ),
         ]
 
@@ -81,31 +80,21 @@ class NativeApi:
         server-sent event is the `GenerateResult` so far, or only what is new with the setting
         `incremental_streaming_output`, and the last event is `[DONE]`. Tokens that arrive while the client reads an
         event are in its next event."""
-        try:
-            body = await read_body(request, self._args.max_request_bytes)
-        except BadRequestError as error:
-            return bad_request(error)
-        try:
-            self._manager.check_serving()
-            with self._turns.notes_overflow(session_of(request)):
-                if (packed := request.headers.get(PROMPT_HEADER)) is not None:
-                    read = await self._manager.text.read_packed(*split_prompt(packed, body))
-                else:
-                    read = await run_job(request, self._manager.text, GENERATE, body)
-            judge_unknown(request, read.unknown_fields)
-            write = result_writer(request, read.request.stream)
-            generation = await self._turns.submit(request, read, None, ReplyShape("generate"), write)
-        except MalformedBodyError as error:
-            return bad_request(error)
-        except VerlServerError as error:
-            return _generate_error(error)
+        body = await read_body(request, self._args.max_request_bytes)
+        self._manager.check_serving()
+        with self._turns.notes_overflow(session_of(request)):
+            if (packed := request.headers.get(PROMPT_HEADER)) is not None:
+                read = await self._manager.text.read_packed(*split_prompt(packed, body))
+            else:
+                read = await run_job(request, self._manager.text, GENERATE, body)
+        judge_unknown(request, read.unknown_fields)
+        write = result_writer(request, read.request.stream)
+        generation = await self._turns.submit(request, read, None, ReplyShape("generate"), write)
         if read.request.stream:
             return self._turns.mark(EventStream(self._frames(generation), generation.close), generation)
         try:
             response = result_response(request, await unless_disconnected(request, generation.result()))
             return self._turns.mark(response, generation)
-        except VerlServerError as error:
-            return _generate_error(error)
         finally:
             generation.close()
 
@@ -121,4 +110,6 @@ class NativeApi:
 
 
 def _generate_error(error: VerlServerError) -> Response:
-    return message_error(error) if error.status_code < 500 and error.status_code != 413 else status_error(error)
+    if isinstance(error, MalformedBodyError | BodyTooLargeError):
+        return bad_request(error)
+    return message_error(error) if error.status_code < 500 else status_error(error)

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError, VerlServerError
+from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError
 from verl_server.messages.session_types import CreateSession, SessionLimits
 from verl_server.server.http.operation import BOTH, Operation
 from verl_server.server.http.responses import json_response, message_error, read_json
@@ -56,34 +56,37 @@ class SglangSessionApi:
                 access="owner",
                 body=OpenSessionReq,
                 without_effect={"capacity_of_str_len": _CAPACITY},
+                answer_error=message_error,
             ),
-            Operation("/close_session", self.close_session, BOTH, body=CloseSessionReq, media_types=()),
+            Operation(
+                "/close_session",
+                self.close_session,
+                BOTH,
+                body=CloseSessionReq,
+                media_types=(),
+                answer_error=message_error,
+            ),
         ]
 
     async def open_session(self, request: Request) -> Response:
         """Return the id of a new session as a JSON string. 400 if a session has the id already."""
+        body = await self._body(request, OpenSessionReq)
+        limits = SessionLimits(seconds=body.timeout)
         try:
-            body = await self._body(request, OpenSessionReq)
-            limits = SessionLimits(seconds=body.timeout)
             session, _ = self._ledger.create(CreateSession(id=body.session_id, limits=limits, streaming=body.streaming))
-            await self._ledger.store.flushed()
         except SessionExistsError as error:
-            return message_error(BadRequestError(str(error)))
-        except VerlServerError as error:
-            return message_error(error)
+            raise BadRequestError(str(error)) from None
+        await self._ledger.store.flushed()
         return json_response(session.id)
 
     async def close_session(self, request: Request) -> Response:
         """Delete the session, and note that no request continues the session with this hint: the pages of its history
         are evicted first. Return 200 with an empty body, as SGLang does for an unknown id, too. Deleting needs an
         owner's key. A caller without it ends the hint only. Send the request after the last reply of the session."""
-        try:
-            named = (await self._body(request, CloseSessionReq)).session_id
-            if owner_of(request.scope) is not None:
-                await self._delete(named)
-            self._finish_hint(named)
-        except VerlServerError as error:
-            return message_error(error)
+        named = (await self._body(request, CloseSessionReq)).session_id
+        if owner_of(request.scope) is not None:
+            await self._delete(named)
+        self._finish_hint(named)
         return Response()
 
     async def _delete(self, session_id: str) -> None:

@@ -25,7 +25,7 @@ from verl_server.messages.io_struct import (
     PauseMode,
 )
 from verl_server.messages.weight_requests import UpdateWeightsFromDiskReq
-from verl_server.server.dialects.vllm.errors import answers_errors
+from verl_server.server.dialects.vllm.errors import vllm_error
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.weight_transfer import (
     TRANSFER_FIELDS,
@@ -126,7 +126,7 @@ class VllmControlApi:
                 },
             ),
             self._serve("/resume", self.resume),
-            Operation("/is_paused", answers_errors(self.is_paused)),
+            Operation("/is_paused", self.is_paused, answer_error=vllm_error),
             self._serve("/init_weight_transfer_engine", transfer.init, InitWeightTransferReq),
             self._serve("/shutdown_weight_transfer_engine", transfer.shutdown),
             self._serve("/start_weight_update", transfer.start, without_effect=start),
@@ -141,10 +141,11 @@ class VllmControlApi:
                 refused=_BROADCASTER_REFUSED,
                 without_effect={"timeout": "each wait has the bound `control_timeout` of the server"},
             ),
-            Operation("/weight_info", answers_errors(self.weight_info)),
+            Operation("/weight_info", self.weight_info, answer_error=vllm_error),
             Operation(
                 "/get_world_size",
-                answers_errors(self.get_world_size),
+                self.get_world_size,
+                answer_error=vllm_error,
                 query={"include_dp": "No effect: there is one data-parallel rank."},
             ),
             _control(
@@ -171,7 +172,7 @@ class VllmControlApi:
                 self.wake_up,
                 query={"tags": "weights, kv_cache or scheduling, repeated. Default: all."},
             ),
-            Operation("/is_sleeping", answers_errors(self.is_sleeping)),
+            Operation("/is_sleeping", self.is_sleeping, answer_error=vllm_error),
             _control("/collective_rpc", self.collective_rpc, CollectiveRpcReq),
         ]
 
@@ -345,4 +346,4 @@ def _arguments(method: Callable[..., Any], args: list[Any], kwargs: dict[str, An
 def _control(path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **others: Any) -> Operation:
     fields = () if body is None else body.__struct_fields__
     inside = {name: known for name, known in TRANSFER_FIELDS.items() if name in fields}
-    return Operation(path, answers_errors(handler), POST, access="control", body=body, inside=inside, **others)
+    return Operation(path, handler, POST, access="control", body=body, inside=inside, answer_error=vllm_error, **others)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from http import HTTPStatus
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import VerlServerError
-from verl_server.server.http.operation import Handler
 from verl_server.server.http.responses import error_headers, json_response
 
 
@@ -30,14 +27,6 @@ def error_content(error: VerlServerError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code or error.status_code}}
 
 
-def answers_errors(handler: Handler) -> Handler:
-    """Return `handler` with errors answered in vLLM's shape."""
-
-    @functools.wraps(handler)
-    async def answering(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except VerlServerError as error:
-            return json_response(error_content(error), error.status_code, error_headers(error))
-
-    return answering
+def vllm_error(error: VerlServerError) -> Response:
+    """Return the response to an error."""
+    return json_response(error_content(error), error.status_code, error_headers(error))

@@ -13,7 +13,7 @@ from verl_server._version import __version__
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.vllm.choices import InferenceChoices
-from verl_server.server.dialects.vllm.errors import ModelNotFoundError, answers_errors, error_content
+from verl_server.server.dialects.vllm.errors import ModelNotFoundError, error_content, vllm_error
 from verl_server.server.dialects.vllm.reading import INFERENCE, REFUSED, WITHOUT_EFFECT, InferenceRequest
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generation import Generation
@@ -63,8 +63,9 @@ class VllmApi:
         return [
             Operation(
                 "/inference/v1/generate",
-                answers_errors(self.generate),
+                self.generate,
                 POST,
+                answer_error=vllm_error,
                 in_session=True,
                 body=InferenceRequest,
                 inside={"sampling_params": VllmSamplingParams.known_fields()},
@@ -74,13 +75,14 @@ class VllmApi:
             ),
             Operation(
                 _ABORT_ALL,
-                answers_errors(self.abort_requests),
+                self.abort_requests,
                 POST,
+                answer_error=vllm_error,
                 aliases=("/inference/v1/abort_requests",),
                 body=AbortRequestsReq,
             ),
             Operation("/version", self.version),
-            Operation("/load", answers_errors(self.load)),
+            Operation("/load", self.load, answer_error=vllm_error),
         ]
 
     # -- generate -------------------------------------------------------------------------------------------
