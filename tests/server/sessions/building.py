@@ -12,8 +12,8 @@ from verl_server.chat.history import NODE
 from verl_server.chat.session_view import NextTurn, ReplyMessage
 from verl_server.messages.session_types import CreateSession
 from verl_server.server.sessions.ledger import SessionLedger
-from verl_server.server.sessions.session import SessionCaller
-from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
+from verl_server.server.sessions.session import OpenTurn, SessionCaller
+from verl_server.server.sessions.turn import FinishedTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
 
 

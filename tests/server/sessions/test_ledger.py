@@ -168,7 +168,7 @@ def test_a_named_child_has_its_own_tree_and_its_parents_limits() -> None:
         helper = caller(who.session_id, "helper")
         assert turns.view(helper).decoded().replies == []
         opened = await turn(ledger, helper, plan([1]), [2])
-        assert opened.session_id == f"{who.session_id}.helper"
+        assert opened.session.id == f"{who.session_id}.helper"
         assert turns.view(who).decoded().replies == []
         assert [each.turn for each in turns.view(helper).decoded().replies] == [0]
         await turn(ledger, who, plan([1]), [2])
@@ -176,10 +176,10 @@ def test_a_named_child_has_its_own_tree_and_its_parents_limits() -> None:
             turns.view(helper)
         assert [each.id for each in ledger.table.family(ledger.table.find(who.session_id))] == [
             who.session_id,
-            opened.session_id,
+            opened.session.id,
         ]
         ledger.delete(who.session_id)
-        assert opened.session_id not in ledger.table
+        assert opened.session.id not in ledger.table
         assert ledger.table.memory == 0
 
     run(main())

@@ -25,7 +25,8 @@ from verl_server.server.request_state import ReqState
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.reading import session_body
 from verl_server.server.sessions.replies import end_token, read_reply
-from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
+from verl_server.server.sessions.session import OpenTurn
+from verl_server.server.sessions.turn import FinishedTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.text.chat_prompt import ChatOutput
 from verl_server.server.text.session_prompt import prompt_text

@@ -24,7 +24,7 @@ class FakeTurn:
     spans: list[tuple[str, int]] = field(default_factory=lambda: [("v1", 0)])
     finish: tuple[str, str | int | None] = ("stop", 2)
     calls: bytes | None = None
-    delivered: bool = True
+    is_delivered: bool = True
     child: str | None = None
     rid: str = ""
     conditions: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +32,14 @@ class FakeTurn:
     policy: list[float] = field(default_factory=list)
     choices: list[int] = field(default_factory=list)
     overridden: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> FakeTurn:
+        return self
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sequence)
 
     @property
     def prompt_tokens(self) -> int:
@@ -142,7 +150,7 @@ def test_a_branch_may_begin_inside_of_a_turn() -> None:
 def test_a_lost_reply_that_was_sampled_again_is_left_out() -> None:
     tree = Tree()
     first = tree.add()
-    lost = tree.add(0, delivered=False)
+    lost = tree.add(0, is_delivered=False)
     again = tree.add(0, prompt=lost.prompt)
     (branch,) = tree.branches()
     # The turn before is trained in the branch that is exported, although the retry was there first.
@@ -157,7 +165,7 @@ def test_a_lost_reply_that_was_sampled_again_is_left_out() -> None:
 def test_other_turns_are_no_retries(why: str) -> None:
     tree = Tree()
     tree.add()
-    lost = tree.add(0, delivered=why == "delivered")
+    lost = tree.add(0, is_delivered=why == "delivered")
     if why == "continued":
         tree.add(1)
     if why != "not sampled again":
@@ -189,7 +197,7 @@ def test_any_tree_trains_each_exported_token_once(seed: int, retries: bool) -> N
         repeats = [turn.prompt for turn in tree.turns if (turn.parent, turn.shared) == (parent, shared)]
         prompt = rng.choice(repeats) if repeats and rng.random() < 0.5 else None
         sampled, delivered = rng.randrange(4), rng.random() < 0.6
-        tree.add(parent, shared, rng.randrange(3), sampled, prompt=prompt, delivered=delivered)
+        tree.add(parent, shared, rng.randrange(3), sampled, prompt=prompt, is_delivered=delivered)
     of = {token: turn for turn in tree.turns for token in turn.output}
     exported = tree.branches(retries=retries)
     trained = [token for branch in exported for token in masked(branch)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -70,33 +71,18 @@ class BeginRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     body: bytes | None = None
 
 
-class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A turn has finished."""
+class SampledFields(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The fields of a turn that are known when its sample has ended."""
 
-    session: str
-    turn: int
-    parent: int
-    shared: int
-    """First tokens of the prompt that are the parent's sequence."""
-    prompt: bytes
-    """int32 ids behind the shared ones."""
     output: bytes
     """int32 ids."""
     logprobs: bytes
     """float32, one for each output id."""
-    spans: tuple[tuple[str, int], ...]
+    spans: Sequence[tuple[str, int]]
     finish: tuple[str, str | int | None]
     times: tuple[float, float, float]
-    generation_prompt: int = 0
+    """Accepted, first token, finished."""
     end_token: int = -1
-    flags: int = 0
-    prompt_node: int = -1
-    reply_node: int = -1
-    sibling: int = 0
-    branch: int = 0
-    options: bytes = b""
-    calls: bytes | None = None
-    """JSON: list of {"id", "name", "arguments"}."""
     sampling: bytes = b""
     """JSON: `BranchTurn.sampling` without the seed."""
     policy_logprobs: PolicyLogprobs | None = None
@@ -106,18 +92,45 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     has_choice: bytes = b""
     """uint8, 0 or 1 for each output id; empty if no mask was counted."""
     overridden: bytes = b""
-    """JSON: `BranchTurn.overridden`."""
+    """JSON: `BranchTurn.overridden`, or empty."""
     seed: int | None = None
     key: bytes | None = None
     body: bytes | None = None
     dialect: str = ""
     rid: str = ""
+
+
+class TurnFields(SampledFields, kw_only=True, omit_defaults=True):
+    """The fields of a turn that the store and the ledger's memory have."""
+
+    parent: int
+    """-1: a root."""
+    shared: int
+    """First tokens of the prompt that are the parent's sequence."""
+    prompt: bytes
+    """int32 ids behind the shared ones."""
+    generation_prompt: int = 0
+    flags: int = 0
+    prompt_node: int = -1
+    reply_node: int = -1
+    sibling: int = 0
+    branch: int = 0
+    options: bytes = b""
+    calls: bytes | None = None
+    """JSON: list of {"id", "name", "arguments"}."""
     child: str | None = None
+    completion: CompletionText | None = None
+
+
+class TurnRecord(TurnFields, omit_defaults=True):
+    """A turn has finished."""
+
+    session: str
+    turn: int
     first_node: int = 0
     """Index of the first record of `nodes` in the session's message tree."""
     nodes: bytes = b""
     """Records of the message tree that no earlier turn stored."""
-    completion: CompletionText | None = None
     messages: bytes = b""
     """The new messages as msgpack. The ledger does not keep them."""
     reply: str = ""
@@ -208,10 +221,7 @@ _DECODERS = {kind: msgspec.msgpack.Decoder(struct_type) for kind, struct_type in
 
 
 class DamagedRecordError(VerlServerError):
-    """Bytes of a journal are no record. `end`: True if the file may simply end here, in a record that was cut off."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
+    """Bytes of a journal are no record."""
 
 
 def payload(record: Record) -> bytes:

@@ -28,9 +28,9 @@ from verl_server.server.http.responses import EventStream
 from verl_server.server.replay.middleware import ReplayInfo
 from verl_server.server.request_state import ReqState
 from verl_server.server.sessions.replies import end_token, read_reply
-from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.session import OpenTurn, SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
-from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
+from verl_server.server.sessions.turn import FinishedTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.text.chat_prompt import ChatOutput
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -86,13 +86,13 @@ class RequestTurns:
         key, body = (None, b"") if self._replay is None else (self._replay.key, self._replay.body)
         turn = self._ledger.begin(caller, self._next, key, body, abort)
         self.samples.append(turn)
-        name = f"{turn.session_id}/{turn.turn}" if rid is None else f"{turn.session_id}/{rid}"
+        name = f"{turn.session.id}/{turn.turn if rid is None else rid}"
         names.append(name if index == 0 or rid is None else f"{name}-{index}")
 
     def repeat(self, turn: StoredTurn) -> None:
         """Let the next sample be a turn that was sampled before."""
         self.samples.append(turn)
-        self.rids.append(turn.rid)
+        self.rids.append(turn.stored.rid)
 
     @property
     def recorded(self) -> dict[int, list[BatchTokenIDOut]]:
@@ -104,15 +104,16 @@ class RequestTurns:
 
     def sampling(self, turn: OpenTurn | StoredTurn, given: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of one turn."""
+        settings = turn.session.root.record
         # A request that leaves a parameter open may name it with None, as chat does with max_new_tokens.
-        defaults = {name: value for name, value in turn.sampling.items() if given.get(name) is None}
-        params = {**given, **defaults, **turn.forced, "n": 1}
-        overridden = _overridden(given, turn.forced)
-        if overridden and turn.forced_mode == "refuse":
+        defaults = {name: value for name, value in settings.sampling.items() if given.get(name) is None}
+        params = {**given, **defaults, **settings.forced, "n": 1}
+        overridden = _overridden(given, settings.forced)
+        if overridden and settings.forced_mode == "refuse":
             name, value = next(iter(overridden.items()))
             raise BadRequestError(
-                f"{name} is fixed in this session: it is {turn.forced[name]}, and the request asks for {value!r:.100}. "
-                "Leave it out."
+                f"{name} is fixed in this session: it is {settings.forced[name]}, and the request asks for "
+                f"{value!r:.100}. Leave it out."
             )
         self._overridden[turn.turn] = overridden
         if params.get("logprobs_mode") not in (None, "default"):
@@ -122,7 +123,7 @@ class RequestTurns:
             )
         if isinstance(turn, StoredTurn):
             return params
-        if turn.seed is not None and turn.forced.get("sampling_seed") is None:
+        if turn.seed is not None and settings.forced.get("sampling_seed") is None:
             params["sampling_seed"] = turn.seed
         elif turn.sibling and params.get("sampling_seed") is not None:
             params["sampling_seed"] += turn.sibling  # the same request again must not draw the same tokens
@@ -135,11 +136,11 @@ class RequestTurns:
         """Let the generation store the turns."""
         self._states = generation.states
         for turn, state in zip(self.samples, generation.states, strict=True):
-            state.call_seed = f"{turn.session_id}/{turn.turn}"
+            state.call_seed = f"{turn.session.id}/{turn.turn}"
             state.shows_logprobs = shows_logprobs
             if isinstance(turn, StoredTurn):
                 state.session = self._ledger.described_again(turn)
-                self._stored.append((turn.session_id, turn.turn))
+                self._stored.append((turn.session.id, turn.turn))
             else:
                 state.session = self._ledger.described(turn, self._next)
                 self._waiting[state.req.rid] = turn
@@ -173,7 +174,7 @@ class RequestTurns:
             else:
                 self._ledger.cancel(turn)
             if isinstance(error, ContextLengthError):  # the scheduler's refusal
-                self._ledger.note_full(turn.session_id)
+                self._ledger.note_full(turn.session.id)
 
     def tell_delivered(self, response: Response) -> None:
         """Let the ledger note when the client's connection took the whole reply."""
@@ -199,7 +200,7 @@ class RequestTurns:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             level = logging.WARNING if isinstance(error, VerlServerError) else logging.ERROR
-            logger.log(level, "A turn of session %s was not stored: %s", self.samples[0].session_id, error)
+            logger.log(level, "A turn of session %s was not stored: %s", self.samples[0].session.id, error)
 
     async def _stored_turn(self, state: ReqState, turn: OpenTurn, reason: FinishReason | None) -> None:
         assert reason is not None
@@ -240,7 +241,7 @@ class RequestTurns:
             body=None if self._replay is None else self._replay.body,
         )
         await self._ledger.commit(turn, finished)
-        self._stored.append((turn.session_id, turn.turn))
+        self._stored.append((turn.session.id, turn.turn))
 
 
 def _delivered(ledger: TurnLedger, turns: list[tuple[str, int]]) -> None:
@@ -281,13 +282,13 @@ def recorded_tokens(turn: StoredTurn) -> list[BatchTokenIDOut]:
     """Return the tokens of a finished turn as messages of the scheduler, one for each weight version."""
     ids, logprobs = turn.output_ids(), turn.output_logprobs()
     policy, choices = turn.output_policy(), turn.output_choices()
-    spans = turn.spans or [("", 0)]
+    spans = turn.stored.spans or [("", 0)]
     ends = [*(start for _, start in spans[1:]), len(ids)]
-    kind, matched = turn.finish
+    kind, matched = turn.stored.finish
     reason = FinishReason(type=kind, matched=matched)  # type: ignore[arg-type]
     return [
         BatchTokenIDOut(
-            rids=[turn.rid],
+            rids=[turn.stored.rid],
             output_ids=[ids[start:end]],
             output_logprobs=[logprobs[start:end]],
             policy_logprobs={0: policy[start:end]} if policy else {},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from verl_server.chat.session_view import NextTurn
+from verl_server.chat.session_view import Ids32, NextTurn
 from verl_server.messages.session_types import SessionInfo, SessionLimits, SessionState, TurnInfo
 from verl_server.server.sessions.message_nodes import MessageNodes
 from verl_server.server.sessions.records import RewardRecord, SessionRecord
@@ -42,25 +42,30 @@ class SessionCaller:
     """16 bytes: a hash of the caller's key, for idempotency."""
 
 
-@dataclass(slots=True)
-class PendingTurn:
+@dataclass(slots=True, eq=False)
+class OpenTurn:
     """A turn that is being generated."""
 
+    session: Session
+    turn: int
     next: NextTurn
     parent: int
     shared: int
+    """First ids of the prompt that are the parent's sequence."""
+    prompt: Ids32
+    """The whole prompt."""
+    own: Ids32
+    """The ids of the prompt behind the shared ones."""
+    prompt_node: int
     sibling: int
     branch: int
-    prompt: bytes
-    """int32 ids behind the shared ones."""
-    prompt_node: int
     child: str | None
+    seed: int | None
+    max_new_tokens: int | None
+    """Tokens that the limits leave for the output; None: no limit."""
     key: bytes | None
     """Idempotency key."""
-    accepted: float
     resampled: bool
-    room: int | None
-    """Tokens that the limits left; None: no limit."""
     abort: Callable[[], None] | None = None
 
 
@@ -71,7 +76,7 @@ class Session:
     """The parent whose limits count. None: this session has no parent."""
     turns: list[Turn | None] = field(default_factory=list)
     """By turn id. None: a turn that runs, or was cancelled or interrupted."""
-    pending: dict[int, PendingTurn] = field(default_factory=dict)
+    pending: dict[int, OpenTurn] = field(default_factory=dict)
     nodes: MessageNodes = field(default_factory=MessageNodes)
     stored_nodes: int = 0
     """Nodes that finished turns have handed to the store."""
@@ -126,6 +131,11 @@ class Session:
         return self if self.owner is None else self.owner
 
     @property
+    def child_name(self) -> str | None:
+        """The name of a child session; None for a session without a parent."""
+        return None if self.owner is None else self.id.rpartition(".")[2]
+
+    @property
     def limits(self) -> SessionLimits:
         return self.root.record.limits
 
@@ -143,24 +153,27 @@ class Session:
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
-    def hold(self, turn: int, pending: PendingTurn) -> None:
+    def hold(self, turn: OpenTurn) -> None:
         """Add a turn that runs."""
-        self.pending[turn] = pending
-        self.payload += _pending_size(pending)
-        self._count(pending, 1)
+        self.pending[turn.turn] = turn
+        self.root.in_flight += 1
+        self.payload += _open_size(turn)
+        self._count(turn, turn.own, 1)
 
-    def release(self, turn: int) -> PendingTurn | None:
-        """Remove a turn that runs, and return it. None: it is not there."""
-        pending = self.pending.pop(turn, None)
-        if pending is not None:
-            self.payload -= _pending_size(pending)
-            self._count(pending, -1)
-        return pending
+    def release(self, number: int) -> bool:
+        """Remove a turn that runs. Return False if there is none of this number."""
+        turn = self.pending.pop(number, None)
+        if turn is None:
+            return False
+        self.root.in_flight -= 1
+        self.payload -= _open_size(turn)
+        self._count(turn, turn.own, -1)
+        return True
 
     def add(self, number: int, turn: Turn) -> None:
         """Add a finished turn."""
         self.turns[number] = turn
-        self._count(turn, 1)
+        self._count(turn, turn.prompt, 1)
         if turn.parent >= 0 and (parent := self.turns[turn.parent]) is not None:
             parent.followers += 1
         self.finished += 1
@@ -202,9 +215,9 @@ class Session:
         place = _place(-1, 0, prompt)
         return place in self._roots, self._roots.get(place)
 
-    def _count(self, turn: Turn | PendingTurn, change: int) -> None:
-        """Count a turn in the tables by prompt, or remove it from them."""
-        place = _place(turn.parent, turn.shared, turn.prompt)
+    def _count(self, turn: Turn | OpenTurn, own: bytes, change: int) -> None:
+        """Count a turn in the tables by prompt, or remove it from them. `own`: ids behind the shared ones."""
+        place = _place(turn.parent, turn.shared, own)
         count = self._prompts.get(place, 0) + change
         if count:
             self._prompts[place] = count
@@ -261,16 +274,16 @@ def _turn_info(number: int, turn: Turn) -> TurnInfo:
         sibling=turn.sibling,
         spans=list(turn.spans),
         calls=[] if turn.calls is None else msgspec.json.decode(turn.calls),
-        times=turn.accepted_first_finished,
+        times=turn.times,
         delivered=bool(turn.flags & DELIVERED),
         aborted=bool(turn.flags & ABORTED),
         resampled=bool(turn.flags & RESAMPLED),
     )
 
 
-def _pending_size(pending: PendingTurn) -> int:
-    next = pending.next
-    return _PENDING_BYTES + len(pending.prompt) + len(next.added) + len(next.new_nodes) + len(next.messages)
+def _open_size(turn: OpenTurn) -> int:
+    next = turn.next
+    return _PENDING_BYTES + len(turn.own) + len(next.added) + len(next.new_nodes) + len(next.messages)
 
 
 def _place(parent: int, shared: int, prompt: bytes) -> bytes:

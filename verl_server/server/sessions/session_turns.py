@@ -30,9 +30,8 @@ from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ids_plan import plan_behind, plan_ids
 from verl_server.server.sessions.reading import in_session, session_body
 from verl_server.server.sessions.request_turns import ReplyShape, RequestTurns
-from verl_server.server.sessions.session import Session, SessionCaller
+from verl_server.server.sessions.session import OpenTurn, Session, SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
-from verl_server.server.sessions.turn import OpenTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.slices import Slices
 from verl_server.server.text.text_tools import Job, pack, unpack
@@ -147,7 +146,7 @@ class SessionTurns:
                 turns.begin(caller, None if read.request.rid is None else str(read.request.rid), k)
                 await slices.end()
             generation = await self._manager.submit_read(
-                await self._with_turns(read, turns, params, shape), write, turns.recorded, turns.samples[0].session_id
+                await self._with_turns(read, turns, params, shape), write, turns.recorded, turns.samples[0].session.id
             )
         except BaseException:
             turns.cancel()
@@ -161,7 +160,7 @@ class SessionTurns:
         turns = generation.turns
         if isinstance(turns, RequestTurns):
             turn = turns.samples[0]
-            response.headers["X-Session-ID"] = turn.session_id.partition(".")[0]
+            response.headers["X-Session-ID"] = turn.session.root.id
             response.headers["X-Session-Turn"] = ",".join(str(each.turn) for each in turns.samples)
             turns.tell_delivered(response)
         return response

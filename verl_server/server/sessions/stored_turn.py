@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from verl_server.messages.session_types import ForcedMode, PolicyLogprobs
+from verl_server.messages.session_types import PolicyLogprobs
 from verl_server.sampling_params import EDITS, FILTERS
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.session import Session
-from verl_server.server.sessions.turn import DELIVERED, Turn
+from verl_server.server.sessions.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,6 @@ class StoredTurn:
         turn = self.session.turns[self.turn]
         assert turn is not None
         return turn
-
-    @property
-    def session_id(self) -> str:
-        return self.session.id
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -53,59 +49,6 @@ class StoredTurn:
         """`BranchTurn.overridden`."""
         found = self.stored.overridden
         return msgspec.json.decode(found, type=dict[str, Any]) if found else {}
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The session's defaults of sampling parameters."""
-        return self.session.root.record.sampling
-
-    @property
-    def forced(self) -> dict[str, Any]:
-        return self.session.root.record.forced
-
-    @property
-    def forced_mode(self) -> ForcedMode:
-        return self.session.root.record.forced_mode
-
-    @property
-    def parent(self) -> int:
-        return self.stored.parent
-
-    @property
-    def shared(self) -> int:
-        return self.stored.shared
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.stored.prompt_tokens
-
-    @property
-    def output_tokens(self) -> int:
-        return self.stored.output_tokens
-
-    @property
-    def spans(self) -> list[tuple[str, int]]:
-        return list(self.stored.spans)
-
-    @property
-    def finish(self) -> tuple[str, str | int | None]:
-        return self.stored.finish
-
-    @property
-    def calls(self) -> bytes | None:
-        return self.stored.calls
-
-    @property
-    def rid(self) -> str:
-        return self.stored.rid
-
-    @property
-    def delivered(self) -> bool:
-        return bool(self.stored.flags & DELIVERED)
-
-    @property
-    def child(self) -> str | None:
-        return self.stored.child
 
     def prompt_ids(self) -> list[int]:
         prompt = turns_of.sequence(self.session.turns, self.turn, self.stored.prompt_tokens)

@@ -33,7 +33,7 @@ def branches(turns: Sequence[StoredTurn], mask: Literal["once", "every"], retrie
     named: set[str | None] = set()
     chosen: list[tuple[BranchKind, list[_Part]]] = []
     for kind, path in found:
-        child = path[-1].turn.child
+        child = path[-1].turn.stored.child
         if kind == "main" and child in named:
             kind = "fork"
         elif kind == "main":
@@ -51,10 +51,10 @@ class _Part:
 
     def __init__(self, turn: StoredTurn, end: int) -> None:
         self.turn = turn
-        self.start = turn.shared
-        self.prompt_end = min(turn.prompt_tokens, end)
+        self.start = turn.stored.shared
+        self.prompt_end = min(turn.stored.prompt_tokens, end)
         self.end = end
-        self.is_whole = end == turn.prompt_tokens + turn.output_tokens
+        self.is_whole = end == turn.stored.tokens
 
     @property
     def sampled(self) -> int:
@@ -68,7 +68,7 @@ class _Tree:
         self._turns = {turn.turn: turn for turn in turns}
         self._children: dict[int, list[StoredTurn]] = defaultdict(list)
         for turn in turns:
-            self._children[turn.parent].append(turn)
+            self._children[turn.stored.parent].append(turn)
 
     def paths(self) -> list[list[_Part]]:
         """Return the path of each branch, in the order in which a walk from the roots finds them."""
@@ -76,28 +76,28 @@ class _Tree:
         return sorted(paths, key=lambda path: [part.turn.turn for part in path])
 
     def _is_continued(self, turn: StoredTurn) -> bool:
-        tokens = turn.prompt_tokens + turn.output_tokens
-        return any(child.shared == tokens for child in self._children[turn.turn])
+        return any(child.stored.shared == turn.stored.tokens for child in self._children[turn.turn])
 
     def _path(self, last: StoredTurn) -> list[_Part]:
         path: list[_Part] = []
         turn: StoredTurn | None = last
-        end = last.prompt_tokens + last.output_tokens
+        end = last.stored.tokens
         while turn is not None:
-            if turn is last or end > turn.shared:  # a fork may begin before the turn's own tokens
+            if turn is last or end > turn.stored.shared:  # a fork may begin before the turn's own tokens
                 path.append(_Part(turn, end))
-            end = min(end, turn.shared)
-            turn = self._turns.get(turn.parent)
+            end = min(end, turn.stored.shared)
+            turn = self._turns.get(turn.stored.parent)
         return path[::-1]
 
     def kind(self, path: list[_Part]) -> BranchKind:
         """Return "retry" for a turn that was sampled again because its reply was lost, otherwise "main"."""
         turn = path[-1].turn
-        if turn.delivered or self._children[turn.turn]:
+        stored = turn.stored
+        if stored.is_delivered or self._children[turn.turn]:
             return "main"
-        same = (turn.shared, turn.prompt_tokens)
-        for other in self._children[turn.parent]:
-            is_later = other.turn > turn.turn and (other.shared, other.prompt_tokens) == same
+        same = (stored.shared, stored.prompt_tokens)
+        for other in self._children[stored.parent]:
+            is_later = other.turn > turn.turn and (other.stored.shared, other.stored.prompt_tokens) == same
             if is_later and other.prompt_ids() == turn.prompt_ids():
                 return "retry"
         return "main"
@@ -158,7 +158,7 @@ def _policy(turn: StoredTurn) -> Sequence[float | None]:
             return turn.output_logprobs()
         case "given":
             return turn.output_policy()
-    return [None] * turn.output_tokens
+    return [None] * turn.stored.output_tokens
 
 
 def _place(part: _Part) -> BranchTurn:
@@ -168,8 +168,8 @@ def _place(part: _Part) -> BranchTurn:
         start=part.start,
         prompt_end=part.prompt_end,
         end=part.end,
-        finish_reason=turn.finish[0] if part.is_whole else "cut",
-        calls=msgspec.json.decode(turn.calls) if turn.calls and part.is_whole else [],
+        finish_reason=turn.stored.finish[0] if part.is_whole else "cut",
+        calls=msgspec.json.decode(turn.stored.calls) if turn.stored.calls and part.is_whole else [],
         sampling=turn.conditions,
         policy_logprobs=turn.policy_logprobs,
         overridden=turn.overridden,
@@ -178,10 +178,10 @@ def _place(part: _Part) -> BranchTurn:
 
 def _spans(part: _Part) -> list[VersionSpan]:
     """Return the spans of the sampled tokens that the branch has of a turn."""
-    starts = [start for _, start in part.turn.spans]
-    ends = [*starts[1:], part.turn.output_tokens]
+    stored = part.turn.stored
+    ends = [*(start for _, start in stored.spans[1:]), stored.output_tokens]
     return [
         VersionSpan(version, part.prompt_end + start, part.prompt_end + min(end, part.sampled))
-        for (version, start), end in zip(part.turn.spans, ends, strict=True)
+        for (version, start), end in zip(stored.spans, ends, strict=True)
         if start < part.sampled
     ]

@@ -1,4 +1,4 @@
-"""One generation of a session: `OpenTurn` while it runs, `FinishedTurn` when it is done, and `Turn` in the ledger.
+"""One generation of a session: `FinishedTurn` when it is done, and `Turn` in the ledger.
 
 A `Turn` has few bytes. Of the prompt it keeps only the ids behind those that the parent's sequence (prompt and output)
 has too; `sequence` joins them.
@@ -6,117 +6,39 @@ has too; `sequence` joins them.
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
-from verl_server.chat.session_view import CompletionText, Ids32, NextTurn, ReplyFacts, ReplyMessage
-from verl_server.messages.session_types import ForcedMode, PolicyLogprobs
-from verl_server.server.sessions.records import TurnRecord
+from verl_server.chat.session_view import NextTurn, ReplyFacts, ReplyMessage
+from verl_server.server.sessions.records import SampledFields, TurnFields, TurnRecord
 
 IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
 """Bits of `Turn.flags`."""
 
-_TIMES = struct.Struct("<3d")
 _FIXED_BYTES = 1200
 """Bytes of a turn beside its ids, log-probabilities and calls, with its places in the tables of the session."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTurn:
-    """A turn that is being generated."""
-
-    session_id: str
-    turn: int
-    parent: int
-    shared: int
-    """First ids of the prompt that are the parent's sequence."""
-    prompt: Ids32
-    """The whole prompt."""
-    sibling: int
-    seed: int | None
-    sampling: dict[str, Any]
-    forced: dict[str, Any]
-    forced_mode: ForcedMode
-    max_new_tokens: int | None
-    """What the limits leave; None: no limit."""
-
-
-@dataclass(slots=True)
-class FinishedTurn:
-    """What the ledger stores of a turn."""
+class FinishedTurn(SampledFields, kw_only=True):
+    """What the ledger stores of a turn that has ended."""
 
     next: NextTurn
-    output: Ids32
-    logprobs: bytes
-    """float32, one for each output id."""
-    spans: list[tuple[str, int]]
-    finish: tuple[str, str | int | None]
     reply: ReplyMessage
-    times: tuple[float, float, float]
-    dialect: str
-    rid: str
-    sampling: bytes = b""
-    """JSON: `BranchTurn.sampling` without the seed."""
-    policy_logprobs: PolicyLogprobs = "unknown"
-    policy: bytes = b""
-    """float32, one for each output id, with `policy_logprobs` "given"."""
-    has_choice: bytes = b""
-    """uint8, one for each output id, or empty."""
-    overridden: bytes = b""
-    """JSON: `BranchTurn.overridden`, or empty."""
-    seed: int | None = None
-    end_token: int = -1
     aborted: bool = False
-    key: bytes | None = None
-    body: bytes | None = None
 
 
-@dataclass(slots=True)
-class Turn:
-    parent: int
-    """-1: a root."""
-    shared: int
-    """First tokens of the prompt that are the parent's sequence."""
-    prompt: bytes
-    """int32 ids of the prompt behind the shared ones."""
-    output: bytes
-    logprobs: bytes
-    spans: tuple[tuple[str, int], ...]
-    finish: tuple[str, str | int | None]
-    times: bytes
-    generation_prompt: int
-    end_token: int
-    flags: int
-    prompt_node: int
-    reply_node: int
-    sibling: int
-    branch: int
-    options: bytes
-    calls: bytes | None
-    sampling: bytes
-    policy_logprobs: PolicyLogprobs | None
-    policy: bytes
-    has_choice: bytes
-    overridden: bytes
-    seed: int | None
-    key: bytes | None
-    body: bytes | None
-    dialect: str
-    rid: str
-    child: str | None
-    completion: CompletionText | None
-    size: int = field(default=0, compare=False)
+class Turn(TurnFields, kw_only=True):
+    """A finished turn in memory."""
+
+    size: int = 0
     """Bytes of memory, about."""
-    followers: int = field(default=0, compare=False)
+    followers: int = 0
     """Finished turns whose parent this is."""
-    extensions: int = field(default=0, compare=False)
+    extensions: int = 0
     """Turns that finished or run, and continue the whole sequence."""
-    facts_at: int = field(default=0, compare=False)
+    facts_at: int = 0
     """Place of `packed_facts` in `Session.facts`."""
 
     @classmethod
@@ -131,38 +53,18 @@ class Turn:
                 size += 200 + (len(value) if isinstance(value, bytes) else 0)
             return shared_values[value]
 
+        fields = {name: getattr(record, name) for name in TurnFields.__struct_fields__}
         spans = tuple((sys.intern(version), start) for version, start in record.spans)
-        turn = cls(
-            parent=record.parent,
-            shared=record.shared,
-            prompt=record.prompt,
-            output=record.output,
-            logprobs=record.logprobs,
-            spans=once(spans) if len(spans) == 1 else spans,  # type: ignore[arg-type]
-            finish=once(tuple(record.finish)),  # type: ignore[arg-type]
-            times=_TIMES.pack(*record.times),
-            generation_prompt=record.generation_prompt,
-            end_token=record.end_token,
-            flags=record.flags,
-            prompt_node=record.prompt_node,
-            reply_node=record.reply_node,
-            sibling=record.sibling,
-            branch=record.branch,
-            options=once(record.options),  # type: ignore[arg-type]
-            calls=record.calls,
-            sampling=once(record.sampling),  # type: ignore[arg-type]
-            policy_logprobs=record.policy_logprobs,
-            policy=record.policy,
-            has_choice=record.has_choice,
-            overridden=once(record.overridden),  # type: ignore[arg-type]
-            seed=record.seed,
-            key=record.key,
-            body=record.body,
-            dialect=sys.intern(record.dialect),
-            rid=record.rid,
-            child=None if record.child is None else sys.intern(record.child),
-            completion=record.completion,
-        )
+        fields |= {
+            "spans": once(spans) if len(spans) == 1 else spans,
+            "finish": once(tuple(record.finish)),
+            "options": once(record.options),
+            "sampling": once(record.sampling),
+            "overridden": once(record.overridden),
+            "dialect": sys.intern(record.dialect),
+            "child": None if record.child is None else sys.intern(record.child),
+        }
+        turn = cls(**fields)
         turn.size = size
         return turn
 
@@ -202,11 +104,6 @@ class Turn:
     @property
     def is_delivered(self) -> bool:
         return bool(self.flags & DELIVERED)
-
-    @property
-    def accepted_first_finished(self) -> tuple[float, float, float]:
-        accepted, first, finished = _TIMES.unpack(self.times)
-        return accepted, first, finished
 
 
 def _size(record: TurnRecord) -> int:

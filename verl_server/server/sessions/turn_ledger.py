@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from verl_server.chat.history import ASSISTANT, NODE
-from verl_server.chat.session_view import NextTurn
+from verl_server.chat.session_view import NextTurn, ReplyMessage
 from verl_server.errors import (
     BadRequestError,
     IdempotencyConflictError,
@@ -27,12 +27,12 @@ from verl_server.server.sessions import limits as limits_of
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.reading import StoredView, stored_view
-from verl_server.server.sessions.records import BeginRecord, DeliveredRecord, SessionRecord, TurnRecord
+from verl_server.server.sessions.records import BeginRecord, DeliveredRecord, SampledFields, SessionRecord, TurnRecord
 from verl_server.server.sessions.replies import completion_text
-from verl_server.server.sessions.session import PendingTurn, Session, SessionCaller
+from verl_server.server.sessions.session import OpenTurn, Session, SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.table import AUTOMATIC
-from verl_server.server.sessions.turn import ABORTED, IN_REASONING, RESAMPLED, FinishedTurn, OpenTurn
+from verl_server.server.sessions.turn import ABORTED, IN_REASONING, RESAMPLED, FinishedTurn
 from verl_server.web.numbers import whole_number
 
 _CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -109,121 +109,89 @@ class TurnLedger:
         self._check_limits(root)
         session = self._child(root, caller.child) or self._new_child(root, caller.child)
         prompt, parent, shared = self._joined(session, next)
-        tokens = len(prompt) // 4
-        max_new_tokens = limits_of.room(root, self._bounds, tokens)
+        room = limits_of.room(root, self._bounds, len(prompt) // 4)
         if len(session.nodes) + session.nodes.missing(next.new_nodes, next.after_node) > self._bounds.max_nodes:
             raise SessionLimitError(f"Session {root.id} has {self._bounds.max_nodes} messages, this server's most.")
-        prompt_node = session.nodes.append(next.new_nodes, next.after_node)
         own = prompt[4 * shared :]
         sibling = session.siblings(parent, shared, own)
-        turn = len(session.turns)
-        pending = PendingTurn(
+        turn = OpenTurn(
+            session=session,
+            turn=len(session.turns),
             next=next,
             parent=parent,
             shared=shared,
+            prompt=prompt,
+            own=own,
+            prompt_node=session.nodes.append(next.new_nodes, next.after_node),
             sibling=sibling,
             branch=self._branch(session, parent, shared),
-            prompt=own,
-            prompt_node=prompt_node,
             child=self._conversation(session, next, own),
+            seed=None if session.record.seed is None else _derived(session.record.seed, prompt, sibling),
+            max_new_tokens=room,
             key=key,
-            accepted=self._ledger.clock(),
-            room=max_new_tokens,
             resampled=key is not None and session.was_interrupted(key),
             abort=abort,
         )
-        self._ledger.record(BeginRecord(session.id, turn, key, body if key is not None else None))
-        session.hold(turn, pending)
+        self._ledger.record(BeginRecord(session.id, turn.turn, key, body if key is not None else None))
+        session.hold(turn)
         self._table.measure(session)
-        root.in_flight += 1
-        return OpenTurn(
-            session_id=session.id,
-            turn=turn,
-            parent=parent,
-            shared=shared,
-            prompt=prompt,
-            sibling=sibling,
-            seed=None if session.record.seed is None else _derived(session.record.seed, prompt, sibling),
-            sampling=root.record.sampling,
-            forced=root.record.forced,
-            forced_mode=root.record.forced_mode,
-            max_new_tokens=max_new_tokens,
-        )
+        return turn
 
     async def commit(self, turn: OpenTurn, finished: FinishedTurn) -> None:
         """Append the turn, and return when it is durable by policy. Raise SessionUnavailableError otherwise."""
-        session = self._table.get(turn.session_id)
-        pending = None if session is None else session.release(turn.turn)
-        if session is None or pending is None:
-            raise SessionNotFoundError(f"Session {turn.session_id} was deleted while its turn {turn.turn} ran.")
-        session.root.in_flight -= 1
+        session = turn.session
+        if self._table.get(session.id) is not session or not session.release(turn.turn):
+            raise SessionNotFoundError(f"Session {session.id} was deleted while its turn {turn.turn} ran.")
         reply = finished.reply
-        flags = IN_REASONING * reply.in_reasoning | ABORTED * finished.aborted | RESAMPLED * pending.resampled
+        flags = IN_REASONING * reply.in_reasoning | ABORTED * finished.aborted | RESAMPLED * turn.resampled
         calls = [{"id": i, "name": name, "arguments": arguments} for i, name, arguments in reply.calls]
-        reply_node = self._reply_node(session, pending, turn.turn, finished)
+        reply_node = self._reply_node(turn, reply)
         record = TurnRecord(
             session=session.id,
             turn=turn.turn,
-            parent=pending.parent,
-            shared=pending.shared,
-            prompt=pending.prompt,
-            output=finished.output,
-            logprobs=finished.logprobs,
-            spans=tuple((version, start) for version, start in finished.spans),
-            finish=finished.finish,
-            times=finished.times,
+            parent=turn.parent,
+            shared=turn.shared,
+            prompt=turn.own,
             generation_prompt=finished.next.generation_prompt,
-            end_token=finished.end_token,
             flags=flags,
-            prompt_node=pending.prompt_node,
+            prompt_node=turn.prompt_node,
             reply_node=reply_node,
-            sibling=pending.sibling,
-            branch=pending.branch,
+            sibling=turn.sibling,
+            branch=turn.branch,
             options=finished.next.options,
             calls=msgspec.json.encode(calls) if calls else None,
-            sampling=finished.sampling,
-            policy_logprobs=finished.policy_logprobs,
-            policy=finished.policy,
-            has_choice=finished.has_choice,
-            overridden=finished.overridden,
-            seed=finished.seed,
-            key=finished.key,
-            body=finished.body,
-            dialect=finished.dialect,
-            rid=finished.rid,
-            child=pending.child,
+            child=turn.child,
             first_node=session.stored_nodes,
             nodes=bytes(session.nodes.data[session.stored_nodes * NODE.size :]),
             completion=completion_text(finished.next, reply),
             messages=finished.next.messages,
             reply=reply.text,
+            **{name: getattr(finished, name) for name in SampledFields.__struct_fields__},
         )
         self._ledger.record(record)
         if finished.finish[0] == "length":
-            self._note_cut(session, pending, turn, len(finished.output) // 4)
+            self._note_cut(turn, len(finished.output) // 4)
         if self._ledger.counters is not None:
             self._ledger.counters.turn_finished(self.described(turn, finished.next)["began"])
         await self._ledger.store.flushed()
 
-    def _note_cut(self, session: Session, pending: PendingTurn, turn: OpenTurn, sampled: int) -> None:
+    def _note_cut(self, turn: OpenTurn, sampled: int) -> None:
         """Note the limit that cut a turn of `sampled` tokens, unless the request's own limit cut it."""
-        root, longest = session.root, self._longest()
+        root, longest = turn.session.root, self._longest()
         is_full = longest is not None and len(turn.prompt) // 4 + sampled >= longest
-        if is_full or (pending.room is not None and sampled >= pending.room):
+        if is_full or (turn.max_new_tokens is not None and sampled >= turn.max_new_tokens):
             most = root.limits.max_tokens
             is_used = most is not None and root.sampled >= most
             root.limit = "max_tokens" if is_used else "max_context"
 
     def cancel(self, turn: OpenTurn) -> None:
         """Drop a turn that sampled nothing."""
-        session = self._table.get(turn.session_id)
-        pending = None if session is None else session.release(turn.turn)
-        if session is None or pending is None:
+        session = turn.session
+        if self._table.get(session.id) is not session or not session.release(turn.turn):
             return
-        session.root.in_flight -= 1
         session.root.started -= 1
-        if pending.key is not None:
-            session.forget_key(pending.key, turn.turn)
+        if turn.key is not None:
+            session.forget_key(turn.key, turn.turn)
         self._table.measure(session)
 
     def delivered(self, session_id: str, turn: int) -> None:
@@ -246,41 +214,37 @@ class TurnLedger:
 
     def described(self, turn: OpenTurn, next: NextTurn) -> dict[str, Any]:
         """Return `meta_info.session`."""
-        session = self._table.find(turn.session_id)
-        done = session.pending.get(turn.turn) or session.turns[turn.turn]
-        assert done is not None
-        began = "child" if next.began == "root" and done.child is not None else next.began
+        session = self._table.find(turn.session.id)
+        began = "child" if next.began == "root" and turn.child is not None else next.began
         if next.kept < 0 <= turn.parent:
             parent = session.turns[turn.parent]
             began = None if parent is not None and parent.tokens == turn.shared else began
-        child = done.child or (session.id.rpartition(".")[2] if session.owner is not None else None)
         return {
             "id": session.root.id,
             "turn": turn.turn,
             "parent": turn.parent,
-            "branch": done.branch,
+            "branch": turn.branch,
             "began": began,
             "shared_tokens": turn.shared,
             "new_tokens": len(turn.prompt) // 4 - turn.shared,
             "matched_messages": next.matched_messages,
-            "child": child,
+            "child": turn.child or session.child_name,
             "replayed": False,
         }
 
     def described_again(self, turn: StoredTurn) -> dict[str, Any]:
         """Return `meta_info.session` of a turn whose answer is sent again."""
-        session = self._table.find(turn.session_id)
-        child = turn.child or (session.id.rpartition(".")[2] if session.owner is not None else None)
+        session, stored = self._table.find(turn.session.id), turn.stored
         return {
             "id": session.root.id,
             "turn": turn.turn,
-            "parent": turn.parent,
-            "branch": turn.stored.branch,
+            "parent": stored.parent,
+            "branch": stored.branch,
             "began": None,
-            "shared_tokens": turn.shared,
-            "new_tokens": turn.prompt_tokens - turn.shared,
+            "shared_tokens": stored.shared,
+            "new_tokens": stored.prompt_tokens - stored.shared,
             "matched_messages": 0,
-            "child": child,
+            "child": stored.child or session.child_name,
             "replayed": True,
         }
 
@@ -378,12 +342,12 @@ class TurnLedger:
         session.conversations += 1
         return f"{AUTOMATIC}{session.conversations}"
 
-    def _reply_node(self, session: Session, pending: PendingTurn, turn: int, finished: FinishedTurn) -> int:
+    def _reply_node(self, turn: OpenTurn, reply: ReplyMessage) -> int:
         """Append the reply to the message tree, and return its node; -1 for a turn without messages."""
-        if pending.prompt_node < 0:
+        if turn.prompt_node < 0:
             return -1
-        reply = finished.reply
-        return session.nodes.append_reply(pending.prompt_node, turn, ASSISTANT, reply.digest, reply.reasoning)
+        nodes = turn.session.nodes
+        return nodes.append_reply(turn.prompt_node, turn.turn, ASSISTANT, reply.digest, reply.reasoning)
 
 
 def _derived(seed: int, what: bytes, ordinal: int = 0) -> int:

@@ -185,7 +185,7 @@ class SessionApi:
         for (turn, name), each in session.rewards.items():
             if turn is not None:
                 rewards.setdefault(turn, []).append(RewardBody(each.reward, turn, name))
-        children = {each.turn: each.child for each in turns}
+        children = {each.turn: each.stored.child for each in turns}
         named: list[Branch] = []
         slices = Slices()
         for branch in branches(turns, mask, retries):
