@@ -41,8 +41,6 @@ class Journal:
         interval: float = _INTERVAL,
     ) -> None:
         self.failure: str | None = None
-        self.written_bytes = 0
-        """Bytes of records that this run wrote."""
         self._files, self._policy, self._loop = files, policy, loop
         self._rotate_bytes, self._compact_bytes, self._interval = rotate_bytes, compact_bytes, interval
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
@@ -104,10 +102,9 @@ class Journal:
     def _unavailable(self) -> SessionUnavailableError:
         return SessionUnavailableError(f"The session store cannot be written: {self.failure}. Retry later.")
 
-    def _on_written(self, number: int, size: int) -> None:
+    def _on_written(self, number: int) -> None:
         self.failure = None
         self._durable = number
-        self.written_bytes += size
         waiting, self._waiting = self._waiting, []
         for wanted, future in waiting:
             if wanted > number:
@@ -168,7 +165,7 @@ class Journal:
                     return False
         if self._policy == "turn" and not self._sync():
             return False
-        self._post(self._on_written, batch[-1][0], len(data))
+        self._post(self._on_written, batch[-1][0])
         return True
 
     def _sync(self) -> bool:

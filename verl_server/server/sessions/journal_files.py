@@ -17,6 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,9 @@ from verl_server.server.sessions.records import (
     DamagedRecordError,
     EndRecord,
     HeaderRecord,
-    frame,
+    framed,
     has_record,
     is_cut_off,
-    payload,
     read_record,
 )
 
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(journal|snapshot)-(\d{8})\.log")
 CURRENT = "current"
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+"""Flags to write a file from its beginning."""
 
 
 class DamagedStoreError(VerlServerError):
@@ -111,15 +113,11 @@ class JournalFiles:
     def __init__(self, folder: Path, header: HeaderRecord, disk: Disk | None = None) -> None:
         self._folder, self._header, self._disk = folder, header, disk or Disk()
         self._fd = self._lock = -1
-        self._number = 0
-        self._size = 0
+        self.number = 0
+        """Number of the current file."""
+        self.size = 0
         """Bytes of the current file that are whole records."""
         self._is_torn = False
-
-    @property
-    def size(self) -> int:
-        """Bytes of the current file."""
-        return self._size
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -265,12 +263,9 @@ class JournalFiles:
 
     def _cut(self, path: Path, size: int, lost: int) -> None:
         logger.warning("The session store ends in a record that was cut off: %d bytes of %s are removed.", lost, path)
-        fd = self._disk.open(path, os.O_WRONLY)
-        try:
+        with self._opened(path, os.O_WRONLY) as fd:
             self._disk.truncate(fd, size)
             self._disk.sync(fd)
-        finally:
-            self._disk.close(fd)
 
     def _check_header(self, path: Path, record: Any) -> None:
         if not isinstance(record, HeaderRecord):
@@ -290,25 +285,24 @@ class JournalFiles:
 
     def begin(self) -> None:
         """Open a new file behind all others, and write its header."""
-        self._number = max([*self._numbers("journal"), *self._numbers("snapshot"), 0])
-        last = self._path("journal", self._number)
+        self.number = max([*self._numbers("journal"), *self._numbers("snapshot"), 0])
+        last = self._path("journal", self.number)
         if last.exists() and last.stat().st_size == 0:
             self._disk.remove(last)
-            self._number -= 1
-            last = self._path("journal", self._number)
-        self._size = last.stat().st_size if last.exists() else -1
+            self.number -= 1
+            last = self._path("journal", self.number)
+        self.size = last.stat().st_size if last.exists() else -1
         self.rotate()
 
     def rotate(self) -> None:
         """Sync and close the current file, and begin the next one."""
         if self._fd >= 0:
             self.sync()
-        number = self._number + 1
-        previous = self._size if self._size >= 0 else None
-        head = payload(msgspec.structs.replace(self._header, previous=previous, number=number))
-        head = frame(head) + head
+        number = self.number + 1
+        previous = self.size if self.size >= 0 else None
+        head = framed(msgspec.structs.replace(self._header, previous=previous, number=number))
         path = self._path("journal", number)
-        fd = self._disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = self._disk.open(path, _NEW)
         try:
             self._write_all(fd, head)
             self._disk.sync(fd)
@@ -320,30 +314,25 @@ class JournalFiles:
             raise
         if self._fd >= 0:
             self._disk.close(self._fd)
-        self._fd, self._number, self._size = fd, number, len(head)
+        self._fd, self.number, self.size = fd, number, len(head)
 
     def _write_current(self, number: int, size: int | None) -> None:
-        body = payload(CurrentRecord(number, size))
         temporary = self._folder / f"{CURRENT}.tmp"
-        fd = self._disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            self._write_all(fd, frame(body) + body)
+        with self._opened(temporary, _NEW) as fd:
+            self._write_all(fd, framed(CurrentRecord(number, size)))
             self._disk.sync(fd)
-        finally:
-            self._disk.close(fd)
         self._disk.rename(temporary, self._folder / CURRENT)
         self._sync_folder()
 
     def append(self, data: bytes) -> None:
         """Write whole records. Raise OSError; the records are then not in the file, and the caller has to try again."""
         if self._is_torn:
-            self._disk.truncate(self._fd, self._size)
-            os.lseek(self._fd, self._size, os.SEEK_SET)
-            self._is_torn = False
+            self._disk.truncate(self._fd, self.size)
+            os.lseek(self._fd, self.size, os.SEEK_SET)
         self._is_torn = True
         self._write_all(self._fd, data)
         self._is_torn = False
-        self._size += len(data)
+        self.size += len(data)
 
     def _write_all(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
@@ -362,7 +351,7 @@ class JournalFiles:
         try:
             if self._fd >= 0 and not self._is_torn:
                 self.sync()
-                self._write_current(self._number, self._size)
+                self._write_current(self.number, self.size)
         except OSError as error:
             logger.error("The end of the session store could not be written: %s.", error)
         finally:
@@ -378,25 +367,17 @@ class JournalFiles:
     def compact(self, number: int, lives: Callable[[Any], bool]) -> int:
         """Replace all files before journal `number` by a snapshot of the records that live. Return its bytes."""
         temporary, name = self._folder / f"snapshot-{number:08d}.tmp", self._path("snapshot", number)
-        fd = self._disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         size = count = 0
-        try:
+        with self._opened(temporary, _NEW) as fd:
             header = msgspec.structs.replace(self._header, number=number)
             for record in (header, *self._closed(number, lives)):
                 size, count = size + self._put(fd, record), count + 1
             size += self._put(fd, EndRecord(count))
             self._disk.sync(fd)
-        finally:
-            self._disk.close(fd)
         self._disk.rename(temporary, name)
         self._sync_folder()
         self._remove_before(number)
         return size
-
-    @property
-    def number(self) -> int:
-        """Number of the current file."""
-        return self._number
 
     def _closed(self, number: int, lives: Callable[[Any], bool]) -> Iterator[Any]:
         for path, kind, each in self._expected(CurrentRecord(0, None)):
@@ -411,9 +392,9 @@ class JournalFiles:
                     yield record
 
     def _put(self, fd: int, record: Any) -> int:
-        body = payload(record)
-        self._write_all(fd, frame(body) + body)
-        return len(body) + 8
+        data = framed(record)
+        self._write_all(fd, data)
+        return len(data)
 
     def _remove_before(self, number: int) -> None:
         for kind in ("journal", "snapshot"):
@@ -431,8 +412,14 @@ class JournalFiles:
         return sorted(int(found[2]) for found in names if found is not None and found[1] == kind)
 
     def _sync_folder(self) -> None:
-        fd = self._disk.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with self._opened(self._folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
             self._disk.sync(fd)
+
+    @contextmanager
+    def _opened(self, path: Path, flags: int) -> Iterator[int]:
+        """Open a file or a folder, and close it at the end."""
+        fd = self._disk.open(path, flags)
+        try:
+            yield fd
         finally:
             self._disk.close(fd)

@@ -29,8 +29,7 @@ from verl_server.server.sessions.records import (
     EndRecord,
     HeaderRecord,
     Record,
-    frame,
-    payload,
+    framed,
     read_record,
 )
 
@@ -56,15 +55,15 @@ def repair(damage: Damage, header: HeaderRecord) -> Path | None:
     copy = _copy(damage.path) if damage.path.exists() else None
     if damage.path.name == CURRENT:
         numbers = [int(path.stem.rpartition("-")[2]) for path in damage.path.parent.glob("*-*.log")]
-        write_file(damage.path, _encoded(CurrentRecord(max(numbers), None)))
+        write_file(damage.path, framed(CurrentRecord(max(numbers), None)))
         damage.path.chmod(0o600)
         return copy
     kept = read_bytes(damage.path)[: damage.offset] if copy is not None else b""
     number = int(damage.path.stem.rpartition("-")[2])
-    kept = kept or _encoded(msgspec.structs.replace(header, number=number))
-    kept += _encoded(CutRecord(damage.reason))
+    kept = kept or framed(msgspec.structs.replace(header, number=number))
+    kept += framed(CutRecord(damage.reason))
     if damage.path.name.startswith("snapshot"):
-        kept += _encoded(EndRecord(sum(1 for _ in _records(kept))))
+        kept += framed(EndRecord(sum(1 for _ in _records(kept))))
     write_file(damage.path, kept)
     damage.path.chmod(0o600)
     return copy
@@ -91,11 +90,6 @@ def _records(data: bytes) -> Iterator[Record]:
         except DamagedRecordError:
             return
         yield record
-
-
-def _encoded(record: Record) -> bytes:
-    body = payload(record)
-    return frame(body) + body
 
 
 def _copy(path: Path) -> Path:

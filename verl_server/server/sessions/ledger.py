@@ -16,6 +16,7 @@ from typing import Protocol
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError
 from verl_server.messages.session_types import CreateSession, RewardBody, SessionState
+from verl_server.server.metrics import Metrics
 from verl_server.server.sessions.limits import Bounds, check_new, check_reward, check_text
 from verl_server.server.sessions.records import DeleteRecord, FinishRecord, Record, RewardRecord, SessionRecord
 from verl_server.server.sessions.session import Session
@@ -60,16 +61,6 @@ class MemoryStore:
         pass
 
 
-class Counters(Protocol):
-    """What the ledger counts. `Metrics` implements it."""
-
-    def session_created(self) -> None: ...
-
-    def session_ended(self, reason: str) -> None: ...
-
-    def turn_finished(self, began: str | None) -> None: ...
-
-
 class SessionLedger:
     def __init__(
         self,
@@ -77,7 +68,7 @@ class SessionLedger:
         *,
         gate: Callable[[], str | None] = lambda: None,
         store: Store | None = None,
-        counters: Counters | None = None,
+        counters: Metrics | None = None,
         clock: Callable[[], float] = time.time,
         on_end: Callable[[str], None] = lambda session_id: None,
     ) -> None:

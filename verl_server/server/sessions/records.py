@@ -234,6 +234,12 @@ def frame(body: bytes) -> bytes:
     return FRAME.pack(len(body), zlib.crc32(body))
 
 
+def framed(record: Record) -> bytes:
+    """Return a whole record as it is on disk."""
+    body = payload(record)
+    return frame(body) + body
+
+
 def has_record(data: bytes, start: int) -> bool:
     """Return True if a sound record begins at `start` or behind it."""
     for found in _BEGINNING.finditer(data, start + FRAME.size):

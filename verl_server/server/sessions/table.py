@@ -53,7 +53,8 @@ class SessionTable:
         self._by_key: dict[bytes, str] = {}
         self.read_after_end: dict[str, None] = {}
         """Sessions that ended, and whose trajectory was read since, in this order: they make room first."""
-        self._bytes = 0
+        self.memory = 0
+        """Bytes of all sessions, about."""
         self.last_version: str | None = None
         """Weight version of the last stored turn."""
         self.is_complete = True
@@ -93,15 +94,10 @@ class SessionTable:
         """Return a session and its child sessions."""
         return [session, *(self._sessions[child] for child in session.children.values())]
 
-    @property
-    def memory(self) -> int:
-        """Bytes of all sessions, about."""
-        return self._bytes
-
     def measure(self, session: Session) -> None:
         """Count the memory of a session that has changed."""
         size = session.size
-        self._bytes += size - session.counted
+        self.memory += size - session.counted
         session.counted = size
 
     def apply(self, record: Record) -> None:
@@ -146,7 +142,7 @@ class SessionTable:
                     del self._sessions[each.id]
                     self._by_key.pop(each.record.key_hash, None)
                     self.read_after_end.pop(each.id, None)
-                    self._bytes -= each.counted
+                    self.memory -= each.counted
 
     def _apply_turn(self, session: Session, record: TurnRecord) -> None:
         if record.parent >= 0 and session.turns[record.parent] is None:
