@@ -21,10 +21,11 @@ _KEPT_BYTES = 900
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request and its answer."""
+    """One request and its answer. The routes find it as `scope["state"]["replay"]`."""
 
     scope: Scope
     key: bytes | None
+    """16 bytes: a hash of the idempotency key."""
     digest: bytes
     """Hash of the path, the headers that change the answer, and the body."""
     log: AnswerLog
@@ -38,7 +39,7 @@ class Entry:
     timer: asyncio.TimerHandle | None = None
     """Runs while the application runs and no connection reads."""
     on_delivered: Callable[[], None] | None = None
-    """Called when the first connection took the whole answer."""
+    """The routes set it. It is called when the first connection took the whole answer."""
     is_dropped: bool = False
     is_too_large: bool = False
     """The answer is complete, and its bytes were dropped, because there are too many."""

@@ -20,7 +20,7 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,23 +43,6 @@ _MOST_KEY = 255
 _MOST_ENTRY_BYTES = 16 * 2**20
 _NOTICE_SECONDS = 0.05
 """Longest wait for the server to notice that the connection of the request before was lost."""
-
-
-@dataclass
-class ReplayInfo:
-    """`scope["state"]["replay"]`, for the routes."""
-
-    key: bytes | None
-    """16 bytes: a hash of the idempotency key."""
-    body: bytes
-    """16 bytes: a hash of the request."""
-    on_delivered: Callable[[], None] | None = None
-    """The routes set it. It is called when the first connection took the whole answer."""
-
-    def hand_over(self, entry: Entry) -> None:
-        """Give `on_delivered` to the entry, which calls it at most once."""
-        if self.on_delivered is not None:
-            entry.on_delivered, self.on_delivered = self.on_delivered, None
 
 
 class ReplayMiddleware:
@@ -142,14 +125,13 @@ class ReplayMiddleware:
         log, abandoned = AnswerLog(numbers_events=key is not None, supersedes=supersedes), asyncio.Event()
         entry = Entry(caller, key, digest, log, abandoned)
         self.entries.add(entry)
-        info = ReplayInfo(key, digest)
-        inner: MutableMapping[str, Any] = {**scope, "state": {**scope.get("state", {}), "replay": info}}
-        task = asyncio.ensure_future(self._run(entry, abandoned, inner, info, body))
+        inner: MutableMapping[str, Any] = {**scope, "state": {**scope.get("state", {}), "replay": entry}}
+        task = asyncio.ensure_future(self._run(entry, abandoned, inner, body))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return entry
 
-    async def _run(self, entry: Entry, abandoned: asyncio.Event, scope: Scope, info: ReplayInfo, body: bytes) -> None:
+    async def _run(self, entry: Entry, abandoned: asyncio.Event, scope: Scope, body: bytes) -> None:
         log = entry.log
         was_read = False
 
@@ -164,7 +146,6 @@ class ReplayMiddleware:
         async def send(message: Message) -> None:
             if abandoned.is_set():
                 raise OSError("nobody waits for this answer")
-            info.hand_over(entry)
             log.send(dict(message))
 
         try:
@@ -174,7 +155,6 @@ class ReplayMiddleware:
         except Exception:
             logger.exception("%s failed.", scope["path"])
         finally:
-            info.hand_over(entry)
             log.end()
             self.entries.ended(entry)
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_server.chat.history import reasoning_digest, reply_digest, text_digest
-from verl_server.chat.output import Delta, ParsedMessage, joined
+from verl_server.chat.output import ParsedMessage, joined
 from verl_server.chat.session_view import CompletionText, NextTurn, ReplyMessage
 from verl_server.server.request_state import ReqState
-from verl_server.server.slices import Slices
+from verl_server.server.slices import text_pieces
 from verl_server.server.text.chat_prompt import ChatOutput
-
-_PIECE = 4096
-"""Characters that are parsed at once, which takes at most a few milliseconds."""
 
 
 async def read_reply(
@@ -53,13 +50,9 @@ async def read_reply(
 
 async def _parsed(text: str, output: ChatOutput, streamed: bool, call_seed: str) -> tuple[ParsedMessage, bool]:
     """Return (message, True if the text ends inside the reasoning)."""
-    parser, slices = output.parser(not streamed, call_seed), Slices()
-    deltas: list[Delta] = []
-    for start in range(0, len(text), _PIECE):
-        deltas += parser.push(text[start : start + _PIECE])
-        await slices.end()
-    in_reasoning = parser.in_reasoning
-    return joined([*deltas, *parser.finish()]), in_reasoning
+    parser = output.parser(not streamed, call_seed)
+    deltas = [delta async for piece in text_pieces(text) for delta in parser.push(piece)]
+    return joined([*deltas, *parser.finish()]), parser.in_reasoning
 
 
 def _hidden(state: ReqState, text: str) -> str:

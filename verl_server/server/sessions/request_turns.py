@@ -25,7 +25,7 @@ from verl_server.messages.packed import pack_ids, pack_logprobs
 from verl_server.sampling_params import EDITS, FILTERS, SamplingParams
 from verl_server.server.generation import Generation, failure
 from verl_server.server.http.responses import EventStream
-from verl_server.server.replay.middleware import ReplayInfo
+from verl_server.server.replay.entries import Entry
 from verl_server.server.request_state import ReqState
 from verl_server.server.sessions.replies import end_token, read_reply
 from verl_server.server.sessions.session import OpenTurn, SessionCaller
@@ -63,7 +63,7 @@ class RequestTurns:
         next: NextTurn,
         shape: ReplyShape,
         streamed: bool,
-        replay: ReplayInfo | None,
+        replay: Entry | None,
         storing: set[asyncio.Task[None]],
     ) -> None:
         self._manager, self._ledger, self._next, self._shape, self._streamed = manager, ledger, next, shape, streamed
@@ -83,7 +83,7 @@ class RequestTurns:
         """Reserve the turn of sample `index`."""
         names = self.rids
         abort = partial(self._abort, index)
-        key, body = (None, b"") if self._replay is None else (self._replay.key, self._replay.body)
+        key, body = (None, b"") if self._replay is None else (self._replay.key, self._replay.digest)
         turn = self._ledger.begin(caller, self._next, key, body, abort)
         self.samples.append(turn)
         name = f"{turn.session.id}/{turn.turn if rid is None else rid}"
@@ -238,7 +238,7 @@ class RequestTurns:
             end_token=-1 if model is None else end_token(state, tuple(model.eos_token_ids)),
             aborted=reason.type == "abort",
             key=None if self._replay is None else self._replay.key,
-            body=None if self._replay is None else self._replay.body,
+            body=None if self._replay is None else self._replay.digest,
         )
         await self._ledger.commit(turn, finished)
         self._stored.append((turn.session.id, turn.turn))

@@ -1,8 +1,8 @@
 """`SessionTurns`: what the dialects call so that a request in a session becomes a turn of the ledger.
 
-Outside a session, `read` and `submit` are `run_job` and `TokenizerManager.submit_read`. Inside, `read` hands the text
-worker the session's view, and `submit` reserves the turns, puts their prompts together, and lets the generation store
-each turn before the end of its reply is sent.
+Outside a session, `read` runs the dialect's job, and `submit` is `TokenizerManager.submit_read`. In a session, `read`
+sends the session's view to the text worker with the body, and `submit` reserves the turns, puts their prompts together,
+and lets the generation store each turn before the end of its reply is sent.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from verl_server.errors import BadRequestError, ContextLengthError, IdempotencyC
 from verl_server.messages.packed import pack_ids
 from verl_server.server.generate_request import ReadRequest, SessionParams
 from verl_server.server.generation import Generation
-from verl_server.server.http.responses import run_job, unless_disconnected
-from verl_server.server.replay.middleware import ReplayInfo
+from verl_server.server.http.responses import read_body, run_job, unless_disconnected
+from verl_server.server.http.unknown_fields import ReadBody, judge_unknown
+from verl_server.server.replay.entries import Entry
 from verl_server.server.request_state import Write
 from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.access import owner_of
@@ -37,7 +38,7 @@ from verl_server.server.slices import Slices
 from verl_server.server.text.text_tools import Job, pack, unpack
 from verl_server.server.tokenizer_manager import TokenizerManager
 
-R = TypeVar("R")
+R = TypeVar("R", bound=ReadBody)
 
 logger = logging.getLogger(__name__)
 
@@ -63,20 +64,23 @@ class SessionTurns:
         self._storing: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to a task
 
     async def read(
-        self, request: Request, job: Job[R], body: bytes, previous: Callable[[bytes], str | None] = lambda body: None
+        self, request: Request, job: Job[R], previous: Callable[[bytes], str | None] = lambda body: None
     ) -> R:
-        """Return the result of `job`, as `run_job` does. In a session, the result's `next` plans the prompt.
+        """Return the body of a request as `job` reads it. In a session, the result's `next` plans the prompt.
 
         `previous` returns the `previous_response_id` of a body.
         """
-        caller = session_of(request)
+        body = await read_body(request, self._manager.server_args.max_request_bytes)
+        self._manager.check_serving()
+        caller, text = session_of(request), self._manager.text
         if caller is None:
-            return await run_job(request, self._manager.text, job, body)
-        view = self._ledger.view(caller, previous(body), repeats=bool(self._answered(request, caller)))
-        with self.notes_overflow(caller):
-            return await unless_disconnected(
-                request, self._manager.text.in_worker(in_session(job), session_body(view, body))
-            )
+            read = await run_job(request, text, job, body)
+        else:
+            view = self._ledger.view(caller, previous(body), repeats=bool(self._answered(request, caller)))
+            with self.notes_overflow(caller):
+                read = await unless_disconnected(request, text.in_worker(in_session(job), session_body(view, body)))
+        judge_unknown(request, read.unknown_fields)
+        return read
 
     async def submit(
         self, request: Request, read: ReadRequest, next: NextTurn | None, shape: ReplyShape, write: Write | None = None
@@ -170,7 +174,7 @@ class SessionTurns:
         replay = _replay_of(request)
         if replay is None or replay.key is None:
             return []
-        return self._ledger.answered(caller, replay.key, replay.body)
+        return self._ledger.answered(caller, replay.key, replay.digest)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -244,8 +248,8 @@ class SessionTurns:
         return msgspec.structs.replace(read, request=request, prompts=prompts, is_single=False)
 
 
-def _replay_of(request: Request) -> ReplayInfo | None:
-    replay: ReplayInfo | None = request.scope.get("state", {}).get("replay")
+def _replay_of(request: Request) -> Entry | None:
+    replay: Entry | None = request.scope.get("state", {}).get("replay")
     return replay
 
 

@@ -85,6 +85,19 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         return b"" if self.next is not None else text.prompt(self.ids, keep)
 
 
+class ReadConversation(msgspec.Struct, kw_only=True):
+    """The result of a job that reads a request with a conversation. Each dialect adds the request in its own shape."""
+
+    prompts: list[Ids]
+    """Always one prompt. In a session it is empty, and `next` says how the prompt is put together."""
+    is_single: bool = True
+    output: ChatOutput
+    unknown_fields: list[str]
+    unused_options: list[str]
+    """Names of the template variables that the template does not use. They are no error."""
+    next: NextTurn | None = None
+
+
 def read_chat_prompt(
     text: TextTools,
     messages: Sequence[Message],

@@ -12,10 +12,7 @@ from verl_server.chat.output import ContentDelta, Delta, OutputParser, Reasoning
 from verl_server.server.dialects.anthropic.reading import ReadMessages
 from verl_server.server.http.responses import sse
 from verl_server.server.request_state import ReqState
-from verl_server.server.slices import Slices
-
-_PIECE = 16 * 1024
-"""Characters that are parsed at once."""
+from verl_server.server.slices import text_pieces
 
 
 class MessageWriter:
@@ -45,12 +42,8 @@ class MessageWriter:
 
     async def message(self, state: ReqState) -> dict[str, Any]:
         """Return the whole message of a sample that is done."""
-        deltas: list[Delta] = []
-        slices = Slices()
-        text, parser = state.text(), self._parse(state)
-        for start in range(0, len(text), _PIECE):
-            deltas += parser.push(text[start : start + _PIECE])
-            await slices.end()
+        parser = self._parse(state)
+        deltas = [delta async for piece in text_pieces(state.text()) for delta in parser.push(piece)]
         parsed = joined([*deltas, *parser.finish()])
         self._has_calls = bool(parsed.tool_calls)
         content: list[dict[str, Any]] = []
@@ -77,10 +70,9 @@ class MessageWriter:
             frames += [event({"type": "message_start", "message": message}), event({"type": "ping"})]
         # Tokens that arrive during an await belong to the next call.
         text, done = state.text(), state.done
-        slices, parser = Slices(), self._parse(state)
-        for start in range(self._chars, len(text), _PIECE):
-            frames += self._frames(parser.push(text[start : start + _PIECE]))
-            await slices.end()
+        parser = self._parse(state)
+        async for piece in text_pieces(text, self._chars):
+            frames += self._frames(parser.push(piece))
         self._chars = len(text)
         if done:
             frames += [*self._frames(parser.finish()), *self._close_block()]

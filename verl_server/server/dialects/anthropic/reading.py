@@ -6,32 +6,24 @@ from typing import Any
 
 import msgspec
 
-from verl_server.chat.session_view import NextTurn
 from verl_server.chat.tools import read_tool_choice, read_tools
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.dialects.anthropic.conversation import openai_tool_choice, openai_tools, read_messages
 from verl_server.server.dialects.anthropic.protocol import CountTokensRequest, MessagesRequest, parse_body
-from verl_server.server.text.chat_prompt import ChatOutput, ChatPrompt, read_chat_prompt
-from verl_server.server.text.text_tools import Ids, Job, TextTools
+from verl_server.server.text.chat_prompt import ChatOutput, ChatPrompt, ReadConversation, read_chat_prompt
+from verl_server.server.text.text_tools import Job, TextTools
 from verl_server.web.json_body import parse_json
 
 
-class ReadMessages(msgspec.Struct, kw_only=True):
+class ReadMessages(ReadConversation, kw_only=True):
     """Result of the job `MESSAGES`."""
 
     request: MessagesRequest
     """The request without messages, system and tools."""
-    prompt: Ids
     sampling_params: dict[str, Any]
-    output: ChatOutput
     end_of_call: str | None
     """Stop string that ends the output after one call, if only one is permitted."""
-    unknown_fields: list[str]
-    unused_options: list[str]
-    """Names of the template variables that the template does not use. They are no error."""
-    next: NextTurn | None = None
-    """In a session: how the prompt is put together. `prompt` is empty then."""
 
 
 class CountedTokens(msgspec.Struct, kw_only=True):
@@ -62,7 +54,7 @@ def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
         params["stop"] = [*(request.stop_sequences or ()), end_of_call]
     read = ReadMessages(
         request=request,
-        prompt=prompt.checked(tools),
+        prompts=[prompt.checked(tools)],
         sampling_params=params,
         output=msgspec.structs.replace(prompt.output, grammar=None),
         end_of_call=end_of_call,

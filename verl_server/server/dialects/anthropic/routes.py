@@ -7,7 +7,7 @@ the events of a stream.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,15 +26,11 @@ from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
 from verl_server.server.http.operation import EVENTS, JSON, POST, Operation
-from verl_server.server.http.responses import EventStream, error_headers, json_response, read_body, unless_disconnected
-from verl_server.server.http.unknown_fields import ReadBody, judge_unknown
+from verl_server.server.http.responses import EventStream, error_headers, json_response, unless_disconnected
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
-from verl_server.server.text.text_tools import Job
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
-
-R = TypeVar("R", bound=ReadBody)
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -74,7 +70,7 @@ class AnthropicApi:
     async def messages(self, request: Request) -> Response:
         """Return Anthropic's message, with blocks of the types thinking, text and tool_use. With `stream`, send
         server-sent events with Anthropic's events."""
-        read = await self._read(request, MESSAGES)
+        read = await self._turns.read(request, MESSAGES)
         self._manager.text.warn_of_unused(read.unused_options)
         writer = MessageWriter(read, self._args.served_model_name or self._manager.controls.model_path)
         wanted = GenerateReqInput(
@@ -85,7 +81,7 @@ class AnthropicApi:
         )
         generation = await self._turns.submit(
             request,
-            ReadRequest(request=wanted, prompts=[read.prompt], is_single=True),
+            ReadRequest(request=wanted, prompts=read.prompts, is_single=True),
             read.next,
             ReplyShape("messages", read.output, clamps=True),
         )
@@ -104,17 +100,9 @@ class AnthropicApi:
 
     async def count_tokens(self, request: Request) -> Response:
         """Return {"input_tokens"}: the number of prompt tokens that `/v1/messages` would have for this body."""
-        counted = await self._read(request, COUNT_TOKENS)
+        counted = await self._turns.read(request, COUNT_TOKENS)
         self._manager.text.warn_of_unused(counted.unused_options)
         return json_response({"input_tokens": counted.count})
-
-    async def _read(self, request: Request, job: Job[R]) -> R:
-        """Return the body of a request, parsed and tokenized."""
-        body = await read_body(request, self._args.max_request_bytes)
-        self._manager.check_serving()
-        read = await self._turns.read(request, job, body)
-        judge_unknown(request, read.unknown_fields)
-        return read
 
 
 async def _events(generation: Generation, writer: MessageWriter) -> AsyncIterator[bytes]:

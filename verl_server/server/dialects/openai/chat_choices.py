@@ -12,11 +12,8 @@ from verl_server.server.dialects.openai.choices import Choices, Progress
 from verl_server.server.dialects.openai.protocol import ChatCompletionRequest
 from verl_server.server.dialects.openai.tokens import TokenTexts
 from verl_server.server.request_state import ReqState
-from verl_server.server.slices import Slices
+from verl_server.server.slices import text_pieces
 from verl_server.server.text.chat_prompt import ChatOutput
-
-_PIECE = 4096
-"""Characters that are parsed at once, which takes at most a few milliseconds."""
 
 
 class ChatChoices(Choices):
@@ -67,11 +64,7 @@ class ChatChoices(Choices):
         if not self._output.is_parsed:
             return {"role": "assistant", "content": state.text(), "reasoning_content": None}
         parser = self._parsers[state.req.rid] = _SampleParser(self._chat, self._output, True, state.call_seed)
-        text, slices = state.text(), Slices()
-        deltas: list[Delta] = []
-        for start in range(0, len(text), _PIECE):
-            deltas += parser.push(text[start : start + _PIECE])
-            await slices.end()
+        deltas = [delta async for piece in text_pieces(state.text()) for delta in parser.push(piece)]
         parsed = joined([*deltas, *parser.finish()])
         message: dict[str, Any] = {
             "role": "assistant",

@@ -24,7 +24,7 @@ from verl_server.server.dialects.openai.protocol import (
     at_least,
     parse_openai,
 )
-from verl_server.server.text.chat_prompt import ChatOutput
+from verl_server.server.text.chat_prompt import ReadConversation
 from verl_server.server.text.session_prompt import plan_completion, prompt_text, refuse_in_session
 from verl_server.server.text.text_tools import Ids, Job, TextTools
 from verl_server.web.json_body import parse_json
@@ -46,20 +46,11 @@ class ReadCompletion(msgspec.Struct, kw_only=True):
     """In a session: `NextTurn.text`."""
 
 
-class ReadChat(msgspec.Struct, kw_only=True):
+class ReadChat(ReadConversation, kw_only=True):
     """Result of the job `CHAT`."""
 
     request: ChatCompletionRequest
     """The request without the fields that the prompt was made of, and with its `max_tokens`."""
-    prompts: list[Ids]
-    """Always one prompt."""
-    output: ChatOutput
-    is_single: bool = True
-    unknown_fields: list[str]
-    unused_options: list[str]
-    """Names in `chat_template_kwargs` that the template does not use. They are no error."""
-    next: NextTurn | None = None
-    """In a session: how the prompt is put together. `prompts[0]` is empty then."""
 
 
 def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:

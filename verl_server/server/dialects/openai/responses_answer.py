@@ -18,11 +18,8 @@ from verl_server.server.dialects.openai.tokens import TokenTexts
 from verl_server.server.generation import Generation
 from verl_server.server.http.responses import sse
 from verl_server.server.request_state import ReqState
-from verl_server.server.slices import Slices
+from verl_server.server.slices import Slices, text_pieces
 from verl_server.server.text.detokenizer import IncrementalDetokenizer
-
-_PIECE = 4096
-"""Characters that are parsed at once, which takes at most a few milliseconds."""
 
 
 class ResponseAnswer:
@@ -79,12 +76,9 @@ class ResponseAnswer:
         """Parse what is new of the sample. Return the events."""
         text, end, done = state.text(), len(state.output_ids), state.done
         events = await self._parse_tokens(state, text, end) if self._logprobs.is_on else []
-        slices = Slices()
-        while self._chars < len(text):
-            piece = text[self._chars : self._chars + _PIECE]
-            self._chars += len(piece)
+        async for piece in text_pieces(text, self._chars):
             events += self._add(self._parser.push(piece))
-            await slices.end()
+        self._chars = max(self._chars, len(text))
         if not done:
             return events
         return [*events, *self._add(self._parser.finish()), *self._items.close(self._status(state))]

@@ -11,15 +11,14 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.dialects.openai.constraints import response_format_schema
 from verl_server.server.dialects.openai.fields import CHAT_REFUSED
 from verl_server.server.dialects.openai.messages import effort_options, joined_parts, read_openai_prompt
 from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, at_least, parse_openai
-from verl_server.server.text.chat_prompt import ChatOutput
-from verl_server.server.text.text_tools import Ids, Job, TextTools
+from verl_server.server.text.chat_prompt import ReadConversation
+from verl_server.server.text.text_tools import Job, TextTools
 from verl_server.web.json_body import parse_json
 
 _NO_STORE = (
@@ -205,7 +204,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
                 )
 
 
-class ReadResponse(msgspec.Struct, kw_only=True):
+class ReadResponse(ReadConversation, kw_only=True):
     """Result of the job `RESPONSES`."""
 
     request: ResponsesRequest
@@ -213,14 +212,6 @@ class ReadResponse(msgspec.Struct, kw_only=True):
     chat: ChatCompletionRequest
     echoed: dict[str, bytes]
     """Fields of the request that the response repeats, as JSON."""
-    prompts: list[Ids]
-    output: ChatOutput
-    is_single: bool = True
-    unknown_fields: list[str]
-    unused_options: list[str]
-    """Names in `chat_template_kwargs` that the template does not use. They are no error."""
-    next: NextTurn | None = None
-    """In a session: how the prompt is put together. `prompts[0]` is empty then."""
 
 
 class _Previous(msgspec.Struct):

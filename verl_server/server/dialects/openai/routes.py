@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -55,20 +55,16 @@ from verl_server.server.http.responses import (
     EventStream,
     encoded_response,
     json_response,
-    read_body,
     sse,
     unless_disconnected,
     write_json,
 )
-from verl_server.server.http.unknown_fields import ReadBody, judge_unknown
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text.text_tools import Job
 from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
-
-R = TypeVar("R", bound=ReadBody)
 
 _Read = ReadCompletion | ReadChat | ReadResponse
 _STREAMED = (JSON, EVENTS)
@@ -185,7 +181,7 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Return OpenAI's completion object. With `stream`, send server-sent events with OpenAI's chunks."""
-        read = await self.read(request, COMPLETION)
+        read = await self._turns.read(request, COMPLETION)
         body = read.request
         self.check_model(body.model)
         wanted = body.generate_request(body.max_tokens, body.logprobs)
@@ -198,7 +194,7 @@ class OpenAIApi:
 
     async def chat_completions(self, request: Request) -> Response:
         """Return OpenAI's chat completion object. With `stream`, send server-sent events with OpenAI's chunks."""
-        read = await self.read(request, CHAT)
+        read = await self._turns.read(request, CHAT)
         self._manager.text.warn_of_unused(read.unused_options)
         body = read.request
         self.check_model(body.model)
@@ -213,7 +209,7 @@ class OpenAIApi:
 
     async def responses(self, request: Request) -> Response:
         """Return OpenAI's response object. With `stream`, send server-sent events with OpenAI's typed events."""
-        read = await self.read(request, RESPONSES, previous_response)
+        read = await self._turns.read(request, RESPONSES, previous_response)
         self._manager.text.warn_of_unused(read.unused_options)
         body, chat = read.request, read.chat
         self.check_model(body.model)
@@ -225,16 +221,6 @@ class OpenAIApi:
         if body.stream:
             return self._turns.mark(EventStream(answer.frames(generation), generation.close), generation)
         return await self._whole(request, generation, answer.response(generation.states[0]))
-
-    async def read(
-        self, request: Request, job: Job[R], previous: Callable[[bytes], str | None] = lambda body: None
-    ) -> R:
-        """Return the body of a request, parsed and tokenized. `previous` finds the response that it follows."""
-        body = await read_body(request, self._args.max_request_bytes)
-        self._manager.check_serving()
-        read = await self._turns.read(request, job, body, previous)
-        judge_unknown(request, read.unknown_fields)
-        return read
 
     async def _submit(
         self, request: Request, wanted: GenerateReqInput, read: _Read, body: OpenAIRequest, shape: ReplyShape
@@ -292,7 +278,7 @@ class OpenAIApi:
         return await self._text_reply(request, DETOKENIZE)
 
     async def _text_reply(self, request: Request, job: Job[TextReply]) -> Response:
-        reply = await self.read(request, job)
+        reply = await self._turns.read(request, job)
         self._manager.text.warn_of_unused(reply.unused_options)
         return encoded_response(reply.json, "application/json")
 
