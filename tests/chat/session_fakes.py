@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from tests.chat.parsing import parse_message
 from verl_server.chat.history import ASSISTANT, NODE, reasoning_digest, reply_digest
 from verl_server.chat.next_turn import PlannedTurn, plan_next_turn
-from verl_server.chat.output import OutputFormat, parse_message
+from verl_server.chat.output import OutputFormat
 from verl_server.chat.session_view import ReplyFacts, SessionView
 from verl_server.chat.templates import ChatTemplates
 from verl_server.chat.tools import read_tools, template_tools

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.chat.parsing import parse_message
 from verl_server.chat.call_readers import TEXT
 from verl_server.chat.output import (
     ContentDelta,
@@ -18,7 +19,6 @@ from verl_server.chat.output import (
     ReasoningDelta,
     ToolCallDelta,
     joined,
-    parse_message,
 )
 from verl_server.errors import BadRequestError
 

@@ -10,7 +10,8 @@ import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from verl_server.chat.output import OutputFormat, joined, parse_message
+from tests.chat.parsing import parse_message
+from verl_server.chat.output import OutputFormat, joined
 from verl_server.chat.tool_grammar import output_grammar
 from verl_server.chat.tools import ToolChoice, parameter_types, read_tools
 from verl_server.errors import BadRequestError

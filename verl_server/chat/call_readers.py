@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from verl_server.chat.json_scanner import WHITE_SPACE, JsonScanner
 
-_MOST_NAME = 1024
+MOST_NAME = 1024
 """Most characters of a key or a tool's name as JSON. A longer one breaks the call, so that little text is held back."""
 
 ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
@@ -159,11 +159,11 @@ class JsonCall(CallReader):
         """Read a part of a key or a value."""
         in_key = self._state == _KEY_TEXT
         if in_key or self._key == "name":
-            part = text[at : at + _MOST_NAME - self._kept_length]
+            part = text[at : at + MOST_NAME - self._kept_length]
             end = at + self._scanner.feed(part, 0)
             self._kept.append(text[at:end])
             self._kept_length += end - at
-            if self._kept_length == _MOST_NAME and not self._scanner.done:
+            if self._kept_length == MOST_NAME and not self._scanner.done:
                 return self._break(end)
         else:
             end = self._scanner.feed(text, at)

@@ -180,32 +180,28 @@ def reply_digest(content: str, calls: Sequence[tuple[str, str]]) -> bytes:
 def reasoning_digest(reasoning: str | None) -> bytes:
     """Return the digest of a reply's reasoning, 8 bytes. `NO_REASONING` if there is no text."""
     stripped = (reasoning or "").strip()
-    return _digest(stripped, 8) if stripped else NO_REASONING
+    return text_digest(stripped, 8) if stripped else NO_REASONING
 
 
 def head_digest(tools: Sequence[Tool], options: Mapping[str, Any]) -> bytes:
     """Return the digest of what a template writes before the messages: tools, documents, and the template itself."""
     definitions = [tool.definition for tool in tools]
-    return _digest(_json([definitions, options.get("documents"), options.get("chat_template")]))
+    return text_digest(_json([definitions, options.get("documents"), options.get("chat_template")]))
 
 
 def options_digest(options: Mapping[str, Any]) -> bytes:
     """Return the digest of the template options of one turn, without those of the head."""
-    return _digest(_json({name: value for name, value in sorted(options.items()) if name not in _HEAD_OPTIONS}))
-
-
-def text_digest(text: str) -> bytes:
-    """Return the digest of the text of a completion's prompt and output."""
-    return _digest(text)
+    return text_digest(_json({name: value for name, value in sorted(options.items()) if name not in _HEAD_OPTIONS}))
 
 
 def _message_digest(role: str, content: str, calls: Sequence[tuple[str, str]], ordinal: int | None) -> bytes:
     role = "system" if role == "developer" else role
     shown = content.strip() if role == "assistant" else content  # agents strip the replies that they send back
-    return _digest(_json([role, shown, list(calls), ordinal]))
+    return text_digest(_json([role, shown, list(calls), ordinal]))
 
 
-def _digest(text: str, size: int = 16) -> bytes:
+def text_digest(text: str, size: int = 16) -> bytes:
+    """Return the digest of a text, for example of a completion's prompt or output."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest()
 
 

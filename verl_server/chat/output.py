@@ -198,7 +198,8 @@ class OutputParser:
         self._calls_first = calls_first
         self._types = types or {}
         self._new_id = new_id or (_short_id if tools is not None and tools.short_ids else _call_id)
-        self._thinking = reasoning is not None and (thinking_open or reasoning.starts_open)
+        self.in_reasoning = reasoning is not None and (thinking_open or reasoning.starts_open)
+        """True if the text so far ends inside the reasoning."""
         self._deltas: list[Delta] = []
         self._text, self._at = "", 0  # the text, and the index of the first character that was not read
         self._spaces: list[str] = []  # white space that is dropped if a tag follows
@@ -210,11 +211,6 @@ class OutputParser:
         self._uncertain: list[Delta] = []
         self._calls = 0  # number of calls that ended
         self._call_begun = False
-
-    @property
-    def in_reasoning(self) -> bool:
-        """True if the text so far ends inside the reasoning."""
-        return self._thinking
 
     def push(self, text: str) -> list[Delta]:
         """Parse the next piece of the text."""
@@ -230,10 +226,7 @@ class OutputParser:
         if self._reader is not None:
             self._give_up()
         rest, self._text = self._text, ""
-        if self._thinking:
-            self._add(ReasoningDelta, rest, more=False)
-        else:
-            self._add(ContentDelta, rest, more=False)
+        self._add(ReasoningDelta if self.in_reasoning else ContentDelta, rest, more=False)
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -246,8 +239,8 @@ class OutputParser:
         if found is None:
             return False
         if found:
-            self._thinking = True
-        self._step = self._in_reasoning if self._thinking else self._at_content_start
+            self.in_reasoning = True
+        self._step = self._in_reasoning if self.in_reasoning else self._at_content_start
         return True
 
     def _in_reasoning(self) -> bool:
@@ -258,7 +251,7 @@ class OutputParser:
         if tag is None:
             return False
         self._skip_tag(tag)
-        self._thinking = False
+        self.in_reasoning = False
         self._step = self._at_content_start
         return True
 
@@ -384,14 +377,6 @@ class OutputParser:
             self._calls += 1
         self._reader, self._uncertain, self._call_begun = None, [], False
         self._add(ContentDelta, raw, more=True)
-
-
-def parse_message(
-    format: OutputFormat, text: str, *, tools: bool, thinking_open: bool, types: ParameterTypes | None = None
-) -> ParsedMessage:
-    """Parse a whole text. The arguments are those of `OutputFormat.parser`; a call with broken arguments is content."""
-    parser = format.parser(tools, thinking_open, whole_calls=True, types=types)
-    return joined([*parser.push(text), *parser.finish()])
 
 
 def joined(deltas: Iterable[Delta]) -> ParsedMessage:

@@ -11,6 +11,7 @@ import re
 import warnings
 
 from verl_server.chat.call_readers import (
+    MOST_NAME,
     TEXT,
     CallArguments,
     CallBegin,
@@ -24,8 +25,6 @@ from verl_server.chat.call_readers import (
 from verl_server.chat.json_scanner import JsonScanner
 from verl_server.chat.tags import find_tag
 
-_MOST_NAME = 1024
-"""Most characters of a name or a key. A longer one breaks the call, so that little text is held back."""
 _WINDOW = 4096
 """Characters of a value that are searched at once."""
 _MOST_PYTHON = 16 * 1024
@@ -49,22 +48,18 @@ class _Word:
     def feed(self, text: str, at: int) -> int:
         """Read from index `at` on. Return the index of the first unread character."""
         before = len(self._kept)
-        self._kept += text[at : at + _MOST_NAME - before]
-        found, self.tag = find_tag(self._kept, max(0, before - _longest(self._tags)), self._tags)
+        self._kept += text[at : at + MOST_NAME - before]
+        found, self.tag = find_tag(self._kept, max(0, before - max(map(len, self._tags))), self._tags)
         space = _SPACE.search(self._kept, before, found)
         if space is not None:
             self.broken, self.tag = True, None
             return at + space.start() - before
         if self.tag is None:
-            self.broken = len(self._kept) == _MOST_NAME
+            self.broken = len(self._kept) == MOST_NAME
             return at + len(self._kept) - before
         self.word = self._kept[:found]
         self.broken = not is_name(self.word)
         return at + found + len(self.tag) - before
-
-
-def _longest(tags: tuple[str, ...]) -> int:
-    return max(map(len, tags))
 
 
 class MistralCalls(CallReader):

@@ -15,7 +15,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.grammar.gbnf import is_gbnf, lark_of_gbnf
 from verl_server.grammar.json_schema import enforceable_schema
-from verl_server.grammar.structural_tag import lark_of_structural_tag
+from verl_server.grammar.structural_tag import lark_of_regex, lark_of_structural_tag
 from verl_server.sampling_params import SamplingParams
 
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
@@ -46,7 +46,7 @@ def translate(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
         case "json_schema":
             return _json_schema(grammar.text)
         case "regex":
-            return _regex(grammar.text)
+            return _lark(f"start: {lark_of_regex(grammar.text)}")
         case "ebnf":
             return _lark(lark_of_gbnf(grammar.text) if is_gbnf(grammar.text) else grammar.text)
         case "structural_tag":
@@ -60,12 +60,6 @@ def _json_schema(text: str) -> str:
             f"sampling_params.json_schema must be a JSON schema (an object or a boolean), not {type(schema).__name__}."
         )
     return json.dumps({"grammars": [{"json_schema": enforceable_schema(schema)}]})
-
-
-def _regex(text: str) -> str:
-    from llguidance import regex_to_lark
-
-    return _lark(f"start: /{regex_to_lark(text)}/")
 
 
 def _structural_tag(text: str, special_tokens: Mapping[str, int]) -> str:

@@ -84,7 +84,7 @@ class _Translation:
             case "json_schema":
                 return f"%json {json.dumps(_schema(form))} {closing}"
             case "regex":
-                return f"{_regex(_string(form, 'pattern'))} {closing}"
+                return f"{lark_of_regex(_string(form, 'pattern'))} {closing}"
             case "grammar":
                 return f"{self._grammar(_string(form, 'grammar'))} {closing}"
             case "any_text":
@@ -208,7 +208,8 @@ def _kind(form: Any) -> Any:
     return form.get("type") if isinstance(form, dict) else None
 
 
-def _regex(pattern: str) -> str:
+def lark_of_regex(pattern: str) -> str:
+    """Return a regular expression as a terminal of Lark."""
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(pattern)}/"

@@ -145,10 +145,6 @@ def error_response(error: VerlServerError) -> Response:
     return bad_request(error) if error.status_code < 500 else status_error(error)
 
 
-def openai_error_type(error: VerlServerError) -> str:
-    return "BadRequestError" if error.status_code < 500 else "InternalServerError"
-
-
 async def read_body(request: Request, limit: int) -> bytes:
     """Return the whole body. Raise BodyTooLargeError if it has more than `limit` bytes, without holding more in memory.
 

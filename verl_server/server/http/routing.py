@@ -36,8 +36,8 @@ class RouteMiddleware:
             return
         route = self._resolver.find(scope["method"], scope["path"])
         scope.setdefault("state", {})[_STATE] = route
-        is_malformed = isinstance(route, NotServed) and route.status == 400
-        await (_refused(route) if is_malformed else self._app)(scope, receive, send)
+        app = _refused(route) if isinstance(route, NotServed) and route.status == 400 else self._app
+        await app(scope, receive, send)
 
 
 class Dispatch:
@@ -60,8 +60,7 @@ class Dispatch:
         await response(scope, receive, send)
 
 
-def _refused(route: Route) -> ASGIApp:
-    assert isinstance(route, NotServed)
+def _refused(route: NotServed) -> ASGIApp:
     headers = {"Allow": ", ".join(route.allowed)} if route.allowed else None
     return json_response(error_object(route.message, route.status, str(route.status)), route.status, headers)
 

@@ -60,10 +60,11 @@ class UnknownFieldsMiddleware:
     """Gives each request its `_Judge`, judges its query, and names accepted fields in the header of the answer."""
 
     def __init__(self, app: ASGIApp, operations: Iterable[Operation], metrics: Metrics, refuse: bool) -> None:
-        self._app, self._metrics, self.refuse = app, metrics, refuse
-        self._known = {(operation.path, operation.methods): _known_names(operation) for operation in operations}
+        self._app, self.metrics, self.refuse = app, metrics, refuse
+        self.known = {(operation.path, operation.methods): _known_names(operation) for operation in operations}
+        """(path, methods) of an operation -> its `_known_names`."""
         self.anywhere = frozenset(SamplingParams.__struct_fields__).union(
-            *(names.get("", ()) for names in self._known.values())
+            *(names.get("", ()) for names in self.known.values())
         )
         """Fields of all bodies."""
 
@@ -86,13 +87,6 @@ class UnknownFieldsMiddleware:
 
         await self._app(scope, receive, send_with_names)
 
-    def known(self, operation: Operation) -> Mapping[str, Collection[str]]:
-        """Path of an object in the body ("" is the body) -> the fields that the object may have."""
-        return self._known[operation.path, operation.methods]
-
-    def count(self, operation: Operation, name: str) -> None:
-        self._metrics.field_ignored(operation.path, name)
-
 
 class _Judge:
     """The unknown names of one request."""
@@ -103,7 +97,7 @@ class _Judge:
 
     def judge(self, names: Collection[str]) -> None:
         """Accept the names of the body's unknown fields, or raise BadRequestError."""
-        known = self._rules.known(self._operation)
+        known = self._rules.known[self._operation.path, self._operation.methods]
         names = [name for name in names if not _is_known(name, known)]
         for name in names:
             inside, _, own = name.rpartition(".")
@@ -134,7 +128,7 @@ class _Judge:
                 f"unknown_fields=refuse. {self._operation.path} has the fields of docs/reference/fields.md."
             )
         for name in names:
-            self._rules.count(self._operation, name)
+            self._rules.metrics.field_ignored(self._operation.path, name)
         self.accepted += names
 
     def header(self) -> bytes:

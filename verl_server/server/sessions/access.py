@@ -21,7 +21,7 @@ from verl_server.errors import BadRequestError, ForbiddenError, SessionUnavailab
 from verl_server.server.http.operation import Operation
 from verl_server.server.http.responses import bad_request, error_headers, error_object, json_response, message_error
 from verl_server.server.sessions.ledger import KEY_PREFIX
-from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.session import CHILD_NAME, SessionCaller
 from verl_server.server.sessions.table import SessionTable
 
 SESSION_HEADER = "X-Session-ID"
@@ -137,14 +137,11 @@ class SessionAccess:
     def _enter(
         self, scope: Scope, session_id: str, child: str | None, is_owner: bool, scope_key: bytes
     ) -> Response | None:
-        if child is not None and _CHILD_NAME.fullmatch(child) is None:
+        if child is not None and CHILD_NAME.fullmatch(child) is None:
             return bad_request(BadRequestError(f"{CHILD_HEADER} must be 1 to 64 letters, digits, '_' or '-'."))
         state: dict[str, Any] = scope.setdefault("state", {})
         state["session"] = SessionCaller(session_id, child, is_owner, scope_key)
         return None
-
-
-_CHILD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def _take_key(scope: Scope) -> bytes | None:

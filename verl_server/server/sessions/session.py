@@ -7,6 +7,7 @@ has the same session. A child session has a conversation of its own, and counts 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from verl_server.server.sessions.records import RewardRecord, SessionRecord
 from verl_server.server.sessions.turn import ABORTED, DELIVERED, RESAMPLED, Turn
 from verl_server.server.slices import Slices
 
+CHILD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FIXED_BYTES = 4096
 """Bytes of a session beside what it holds."""
 _KEY_BYTES = 300

@@ -8,7 +8,6 @@ are never rendered again.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +28,11 @@ from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.reading import StoredView, stored_view
 from verl_server.server.sessions.records import BeginRecord, DeliveredRecord, SampledFields, SessionRecord, TurnRecord
 from verl_server.server.sessions.replies import completion_text
-from verl_server.server.sessions.session import OpenTurn, Session, SessionCaller
+from verl_server.server.sessions.session import CHILD_NAME, OpenTurn, Session, SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.table import AUTOMATIC
 from verl_server.server.sessions.turn import ABORTED, IN_REASONING, RESAMPLED, FinishedTurn
 from verl_server.web.numbers import whole_number
-
-_CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class TurnLedger:
@@ -275,7 +272,7 @@ class TurnLedger:
         """Return the named child session, the session itself without a name, or None if there is no such child yet."""
         if name is None:
             return session
-        if _CHILD.fullmatch(name) is None or name.startswith(AUTOMATIC):
+        if CHILD_NAME.fullmatch(name) is None or name.startswith(AUTOMATIC):
             raise BadRequestError(
                 "X-Session-Child must be 1 to 64 letters, digits, '_' or '-', and must not begin with 'auto-'."
             )

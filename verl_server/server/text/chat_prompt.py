@@ -123,7 +123,7 @@ def read_chat_prompt(
     refuse_in_session(text, input_ids=input_ids)
     choice = choice or ToolChoice("auto" if tools else "none")
     offered = [] if choice.mode == "none" else list(tools)
-    if offered or (tools and text.template_reads("tools", options)):
+    if offered or (tools and "tools" in text.template(options).variables):
         options = {**options, "tools": template_tools(tools)}
     format = text.output_format(options)
     next = None

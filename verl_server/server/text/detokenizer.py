@@ -71,7 +71,7 @@ class OutputText:
         self._stop_regexes = stop_regexes
         self._no_stop_trim = no_stop_trim
         self._longest = max((len(s) for s in stop), default=0)
-        self._text = ""
+        self.text = ""
         self._goes_on = goes_on
         self._from = 0  # stops count behind this character
         self.matched: str | None = None
@@ -94,17 +94,17 @@ class OutputText:
         if not piece:
             return None
         if self._goes_on >= 0:
-            self._text += piece
-            self._from = len(self._text)
+            self.text += piece
+            self._from = len(self.text)
             return None
-        start = max(0, len(self._text) - self._longest + 1)
-        self._text += piece
-        found = [(at, s) for s in self._stop if (at := self._text.find(s, max(start, self._from - len(s) + 1))) >= 0]
+        start = max(0, len(self.text) - self._longest + 1)
+        self.text += piece
+        found = [(at, s) for s in self._stop if (at := self.text.find(s, max(start, self._from - len(s) + 1))) >= 0]
         if found:
             at, stop = min(found, key=lambda hit: hit[0])
             self._end(stop, at, at + len(stop))
         elif self._stop_regexes is not None:
-            counted = self._text[self._from :] if self._from else self._text
+            counted = self.text[self._from :] if self._from else self.text
             if (match := self._stop_regexes.search(counted, len(piece))) is not None:
                 pattern, begin, end = match
                 self._end(pattern, self._from + begin, self._from + end)
@@ -112,11 +112,7 @@ class OutputText:
 
     def _end(self, matched: str, start: int, end: int) -> None:
         self.matched = matched
-        self._text = self._text[: end if self._no_stop_trim else start]
-
-    @property
-    def text(self) -> str:
-        return self._text
+        self.text = self.text[: end if self._no_stop_trim else start]
 
     @property
     def safe_text(self) -> str:
@@ -125,13 +121,13 @@ class OutputText:
         The beginning of a match of a stop regex is not held back, because a match may begin anywhere.
         """
         if self.matched is not None or self._no_stop_trim or not self._stop:
-            return self._text
+            return self.text
         held = max(self._held(stop) for stop in self._stop)
-        return self._text[: len(self._text) - held]
+        return self.text[: len(self.text) - held]
 
     def _held(self, stop: str) -> int:
         """Return the length of the longest end of the text that is the beginning of `stop`."""
-        text = self._text
+        text = self.text
         start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
         while start >= 0 and not stop.startswith(text[start:]):
             start = text.find(stop[0], start + 1)

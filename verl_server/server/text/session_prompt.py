@@ -31,7 +31,7 @@ def plan_prompt(
     `tools` are those that the template gets, in `options` too. Raises BadRequestError for what the template refuses.
     """
     # The new messages are rendered without tools, which must not choose another one of several templates.
-    options = {**options, "chat_template": text.template_source(options)}
+    options = {**options, "chat_template": text.template(options).source}
     unused: list[str] = []
 
     def render(messages: Sequence[Message], options: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from verl_server.chat.output import OutputFormat
 from verl_server.chat.session_view import SessionView
-from verl_server.chat.templates import ChatTemplates, Message
+from verl_server.chat.templates import ChatTemplate, ChatTemplates, Message
 from verl_server.errors import BadRequestError, ContextLengthError
 from verl_server.messages.packed import pack_ids, unpack_ids
 from verl_server.server.limits import Limits
@@ -116,7 +116,7 @@ class TextTools:
 
         `most_text` is the largest number of characters for one call; None means any number.
 
-        Work on more characters raises NeedsWorkerError, and so does `render` without `templates`. With `in_worker`,
+        Work on more characters raises NeedsWorkerError, as does rendering without `templates`. With `in_worker`,
         prompts are returned as arrays, which the parent process reads without a loop over their tokens.
         """
         self.limits = limits
@@ -142,11 +142,6 @@ class TextTools:
         tools.session = session
         return tools
 
-    def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return (token ids of a conversation, names of the options that its template does not use)."""
-        text, unused = self.render_text(messages, options)
-        return self.encode([text], add_special_tokens=False)[0], unused
-
     def render_text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[str, list[str]]:
         """Return (text of a conversation, names of the options that its template does not use)."""
         if self._templates is None:
@@ -159,19 +154,13 @@ class TextTools:
             if self._default_format is None or options.get("chat_template") or options.get("tools"):
                 raise NeedsWorkerError
             return self._default_format
-        return OutputFormat.of(self._templates.choose(options).source, *self._parsers)
+        return OutputFormat.of(self.template(options).source, *self._parsers)
 
-    def template_reads(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Return True if the template that these options choose reads a variable."""
+    def template(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template that these options choose."""
         if self._templates is None:
             raise NeedsWorkerError
-        return name in self._templates.choose(options).variables
-
-    def template_source(self, options: Mapping[str, Any]) -> str:
-        """Return the source of the template that these options choose."""
-        if self._templates is None:
-            raise NeedsWorkerError
-        return self._templates.choose(options).source
+        return self._templates.choose(options)
 
     def tag_ids(self, tags: Sequence[str]) -> dict[str, int]:
         """Return tag -> id of the tags that are single added tokens of the tokenizer."""

@@ -300,7 +300,6 @@ class _Worker:
             self._on_idle(self)
 
 
-_OnEnd = Callable[[_Worker, VerlServerError | None], None]
 _ANSWER = msgspec.msgpack.Decoder(Answer)
 
 

@@ -42,7 +42,7 @@ class _AddedTokens:
         return token in self._special
 
 
-class FastTokens:
+class FastTokens(_AddedTokens):
     """A tokenizer of the `tokenizers` library, with the results of transformers' wrapper, but several times faster."""
 
     def __init__(self, backend: Any) -> None:
@@ -51,7 +51,7 @@ class FastTokens:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._added = _AddedTokens(backend.get_added_tokens_decoder())
+        super().__init__(backend.get_added_tokens_decoder())
 
     @classmethod
     def from_json(cls, data: bytes) -> FastTokens:
@@ -70,12 +70,6 @@ class FastTokens:
         except (TypeError, ValueError) as error:  # for example a text with lone surrogates
             raise _untokenizable(error) from None
         return ids
-
-    def token_id(self, text: str) -> int | None:
-        return self._added.token_id(text)
-
-    def is_special(self, token: int) -> bool:
-        return self._added.is_special(token)
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
         """See `ModelText.decoder`. `spaces_between_special_tokens` has no effect: the tokenizer's file decides."""
@@ -157,7 +151,7 @@ class ModelText:
         return list(dict.fromkeys(i for i in found if i is not None))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        tokenizer = self._need("text")
+        tokenizer = self._need_tokenizer()
         if self._fast is not None:
             return self._fast.encode(text, add_special_tokens)
         try:
@@ -167,7 +161,7 @@ class ModelText:
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
         """Return a function from ids to their exact text. Spaces are not cleaned up, which would hide tokens."""
-        tokenizer = self._need("text")
+        tokenizer = self._need_tokenizer()
         if self._fast is not None:
             return self._fast.decoder(skip_special_tokens, spaces_between_special_tokens)
         return lambda ids: str(
@@ -186,12 +180,12 @@ class ModelText:
         return self._added().is_special(token)
 
     def _added(self) -> _AddedTokens:
-        return _AddedTokens(self._need("text").added_tokens_decoder)
+        return _AddedTokens(self._need_tokenizer().added_tokens_decoder)
 
-    def _need(self, what: str) -> Any:
+    def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise BadRequestError(
-                f"This server runs with skip_tokenizer_init=True and cannot process {what}: send input_ids to "
+                "This server runs with skip_tokenizer_init=True and cannot process text: send input_ids to "
                 "/generate, or start the server without skip_tokenizer_init."
             )
         return self.tokenizer

@@ -53,7 +53,7 @@ def _user(place: str, content: Any) -> list[Message]:
     """Return the messages of a user's turn: one for each tool result, and one for the text."""
     results: list[Message] = []
     texts: list[str] = []
-    for at, block in _blocks(place, content):
+    for at, block in _blocks(f"{place}.content", content):
         if block["type"] == "text":
             texts.append(_string(at, block, "text"))
         elif block["type"] == "tool_result":
@@ -69,7 +69,7 @@ def _assistant(place: str, content: Any) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Message] = []
-    for at, block in _blocks(place, content):
+    for at, block in _blocks(f"{place}.content", content):
         if block["type"] == "text":
             texts.append(_string(at, block, "text"))
         elif block["type"] == "thinking":
@@ -108,13 +108,13 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
     return joined
 
 
-def _blocks(place: str, content: Any) -> list[tuple[str, Message]]:
-    """Return (place, block) of each block of a message's content. A string is one text block."""
+def _blocks(place: str, content: Any, what: str = "blocks") -> list[tuple[str, Message]]:
+    """Return (place, block) of each block of a content, a string or a list of `what`. A string is one text block."""
     if isinstance(content, str):
-        return [(f"{place}.content", {"type": "text", "text": content})]
+        return [(place, {"type": "text", "text": content})]
     if not isinstance(content, list):
-        raise BadRequestError(f"{place}.content must be a string or a list of blocks.")
-    found = [(f"{place}.content[{i}]", block) for i, block in enumerate(content)]
+        raise BadRequestError(f"{place} must be a string or a list of {what}.")
+    found = [(f"{place}[{i}]", block) for i, block in enumerate(content)]
     for at, block in found:
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise BadRequestError(f"{at} must be an object with `type`.")
@@ -123,15 +123,8 @@ def _blocks(place: str, content: Any) -> list[tuple[str, Message]]:
 
 def _text(place: str, content: Any) -> str:
     """Return a string, or the joined text of a list of text blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequestError(f"{place} must be a string or a list of text blocks.")
     texts = []
-    for i, block in enumerate(content):
-        at = f"{place}[{i}]"
-        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise BadRequestError(f"{at} must be an object with `type`.")
+    for at, block in _blocks(place, content, "text blocks"):
         if block["type"] != "text":
             raise _refused(at, block, "this place")
         texts.append(_string(at, block, "text"))

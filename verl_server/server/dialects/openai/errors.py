@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verl_server.errors import VerlServerError
-from verl_server.server.http.responses import error_headers, error_object, json_response, openai_error_type
+from verl_server.server.http.responses import error_headers, error_object, json_response
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """Sampling parameter in a message -> field of OpenAI's routes."""
@@ -31,7 +31,8 @@ def openai_error(error: VerlServerError, fields: Iterable[str] = ()) -> Response
 
 def error_content(error: VerlServerError, fields: Iterable[str] = ()) -> dict[str, Any]:
     """Return the body of an error response, or of the frame that ends a stream."""
-    message, kind = str(error), openai_error_type(error)
+    message = str(error)
+    kind = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     param = "model" if isinstance(error, ModelNotFoundError) else error_param(message, fields)
     inner = {"message": message, "type": kind, "param": param, "code": error.code or error.status_code}
     return error_object(message, error.status_code, kind) | {"param": param, "error": inner}
