@@ -59,9 +59,15 @@ class CallReader(abc.ABC):
         self.events: list[Event] = []
         """Events since the last `take_events`."""
 
-    @abc.abstractmethod
     def feed(self, text: str, at: int) -> int:
         """Read `text` from index `at` on, up to the next event. Return the index of the first unread character."""
+        while at < len(text) and not (self.done or self.broken or self.events):
+            at = self._read(text, at)
+        return at
+
+    @abc.abstractmethod
+    def _read(self, text: str, at: int) -> int:
+        """Read a part of `text` from index `at` on. Return the index of the first unread character."""
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -108,15 +114,11 @@ class JsonCall(CallReader):
         self._name: str | None = None
         self._arguments: list[str] | None = None
 
-    def feed(self, text: str, at: int) -> int:
-        while at < len(text) and not (self.done or self.broken or self.events):
-            if self._state in (_KEY_TEXT, _VALUE_TEXT):
-                at = self._scan(text, at)
-                continue
-            at = skip_spaces(text, at)
-            if at < len(text):
-                at = self._structure(text[at], at)
-        return at
+    def _read(self, text: str, at: int) -> int:
+        if self._state in (_KEY_TEXT, _VALUE_TEXT):
+            return self._scan(text, at)
+        at = skip_spaces(text, at)
+        return self._structure(text[at], at) if at < len(text) else at
 
     def _structure(self, char: str, at: int) -> int:
         """Read one character between keys and values. A key or value is then read from its first character on."""
@@ -217,18 +219,15 @@ class JsonCalls(CallReader):
         self._expects = opening
         self._call: JsonCall | None = None if opening else JsonCall(needs_arguments)
 
-    def feed(self, text: str, at: int) -> int:
-        while at < len(text) and not (self.done or self.broken or self.events):
-            if self._call is None:
-                at = skip_spaces(text, at)
-                if at < len(text):
-                    at = self._between(text[at], at)
-                continue
-            at = self._call.feed(text, at)
-            self.events += self._call.take_events()
-            self.broken = self._call.broken
-            if self._call.done:
-                self._call, self._expects = None, self._separator
+    def _read(self, text: str, at: int) -> int:
+        if self._call is None:
+            at = skip_spaces(text, at)
+            return self._between(text[at], at) if at < len(text) else at
+        at = self._call.feed(text, at)
+        self.events += self._call.take_events()
+        self.broken = self._call.broken
+        if self._call.done:
+            self._call, self._expects = None, self._separator
         return at
 
     def _between(self, char: str, at: int) -> int:

@@ -76,21 +76,20 @@ class MistralCalls(CallReader):
         self._begin: CallBegin | None = None
         self._arguments: JsonScanner | None = None
 
-    def feed(self, text: str, at: int) -> int:
-        while at < len(text) and not (self.done or self.broken or self.events):
-            if self._list is not None:
-                at = self._list.feed(text, at)
-                self.events, self.done, self.broken = self._list.take_events(), self._list.done, self._list.broken
-            elif self._arguments is not None:
-                at = self._read_arguments(self._arguments, text, at)
-            elif self._word is not None:
-                at = self._read_word(self._word, text, at)
-            else:
-                at = skip_spaces(text, at)
-                if text[at : at + 1] == "[":
-                    self._list = JsonCalls("[", ",", "]")
-                elif at < len(text):
-                    self._word = _Word("[ARGS]", "[CALL_ID]", "{")
+    def _read(self, text: str, at: int) -> int:
+        if self._list is not None:
+            at = self._list.feed(text, at)
+            self.events, self.done, self.broken = self._list.take_events(), self._list.done, self._list.broken
+        elif self._arguments is not None:
+            at = self._read_arguments(self._arguments, text, at)
+        elif self._word is not None:
+            at = self._read_word(self._word, text, at)
+        else:
+            at = skip_spaces(text, at)
+            if text[at : at + 1] == "[":
+                self._list = JsonCalls("[", ",", "]")
+            elif at < len(text):
+                self._word = _Word("[ARGS]", "[CALL_ID]", "{")
         return at
 
     def _read_word(self, word: _Word, text: str, at: int) -> int:
@@ -147,15 +146,12 @@ class XmlCall(CallReader):
     def _is_text(self) -> bool:
         return self._allowed == TEXT
 
-    def feed(self, text: str, at: int) -> int:
-        while at < len(text) and not (self.done or self.broken or self.events):
-            if self._in_value:
-                at = self._read_value(text, at)
-            elif self._word is not None:
-                at = self._read_word(self._word, text, at)
-            else:
-                at = self._read_tag(text, at)
-        return at
+    def _read(self, text: str, at: int) -> int:
+        if self._in_value:
+            return self._read_value(text, at)
+        if self._word is not None:
+            return self._read_word(self._word, text, at)
+        return self._read_tag(text, at)
 
     def _read_tag(self, text: str, at: int) -> int:
         """Read one character of a tag, or white space before it."""
@@ -267,22 +263,20 @@ class PythonCalls(CallReader):
         self._escaped = False
         self._in_name = True  # before the first call's opening parenthesis
 
-    def feed(self, text: str, at: int) -> int:
-        if not self._kept:
+    def _read(self, text: str, at: int) -> int:
+        if not self._length:
             at = skip_spaces(text, at)
         start = at
-        while at < len(text) and not (self.done or self.broken):
+        while at < len(text):
             self._length += 1
             if self._length > _MOST_PYTHON or not self._accepts(text[at]):
-                self.broken = True
-                break
+                return self._break(at)
             at += 1
             if self._depth == 0:
                 self._kept.append(text[start:at])
                 self._report("".join(self._kept))
                 return at
-        if at > start:
-            self._kept.append(text[start:at])
+        self._kept.append(text[start:at])
         return at
 
     def _accepts(self, char: str) -> bool:

@@ -11,7 +11,6 @@ wrongly, and has no limits.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from verl_server.errors import BadRequestError
 
@@ -40,31 +39,29 @@ def lark_of_gbnf(text: str) -> str:
     rules = _parse(text)
     if "root" not in rules:
         raise BadRequestError("sampling_params.ebnf has no rule `root`, with which the output begins.")
-    for rule in rules.values():
-        for name in rule.names:
+    for parts in rules.values():
+        for name in _names(parts):
             if name not in rules:
                 raise BadRequestError(f"sampling_params.ebnf uses the rule `{name}`, which it does not define.")
     recursive = _recursive(rules)
     lark_names = {name: f"rule_{i}" if name in recursive else f"RULE_{i}" for i, name in enumerate(rules)}
     lines = [f"start: {lark_names['root']}"]
-    for name, rule in rules.items():
-        parts = [lark_names[part] if is_name else part for part, is_name in rule.parts]
-        lines.append(f"{lark_names[name]}: {' '.join(parts)}")
+    for name, parts in rules.items():
+        written = [lark_names[part] if is_name else part for part, is_name in parts]
+        lines.append(f"{lark_names[name]}: {' '.join(written)}")
     return "\n".join(lines)
 
 
-@dataclass
-class _Rule:
-    parts: list[tuple[str, bool]]
-    """(text in Lark, False) or (name of a rule, True), in order."""
-
-    @property
-    def names(self) -> list[str]:
-        return [part for part, is_name in self.parts if is_name]
+_Parts = list[tuple[str, bool]]
+"""The right side of a rule: (text in Lark, False) or (name of a rule, True), in order."""
 
 
-def _parse(text: str) -> dict[str, _Rule]:
-    rules: dict[str, _Rule] = {}
+def _names(parts: _Parts) -> list[str]:
+    return [part for part, is_name in parts if is_name]
+
+
+def _parse(text: str) -> dict[str, _Parts]:
+    rules: dict[str, _Parts] = {}
     tokens = _tokens(text)
     starts = [i for i, (kind, value, _) in enumerate(tokens) if kind == "mark" and value == "::="]
     if not starts or starts[0] != 1:
@@ -76,7 +73,7 @@ def _parse(text: str) -> dict[str, _Rule]:
         if name in rules:
             raise _error(text, at, f"the rule `{name}` is defined twice")
         end = starts[number + 1] - 1 if number + 1 < len(starts) else len(tokens)
-        rules[name] = _Rule(_parse_body(text, tokens[start + 1 : end]))
+        rules[name] = _parse_body(text, tokens[start + 1 : end])
     return rules
 
 
@@ -94,9 +91,9 @@ def _tokens(text: str) -> list[tuple[str, str, int]]:
     return tokens
 
 
-def _parse_body(text: str, tokens: list[tuple[str, str, int]]) -> list[tuple[str, bool]]:
+def _parse_body(text: str, tokens: list[tuple[str, str, int]]) -> _Parts:
     """Return the right side of a rule in Lark, where names of rules are still those of GBNF."""
-    parts: list[tuple[str, bool]] = []
+    parts: _Parts = []
     depth, ends_item, is_empty = 0, False, True
     for kind, value, at in tokens:
         if kind == "repeat":
@@ -201,12 +198,12 @@ def _repetition(text: str, value: str, at: int) -> str:
     return f"{{{first}}}" if len(numbers) == 1 else f"{{{first},{numbers[1]}}}"
 
 
-def _recursive(rules: dict[str, _Rule]) -> set[str]:
+def _recursive(rules: dict[str, _Parts]) -> set[str]:
     """Return the rules that contain themselves, or a rule that does."""
     users: dict[str, list[str]] = {name: [] for name in rules}
-    missing = {name: len(set(rule.names)) for name, rule in rules.items()}
-    for name, rule in rules.items():
-        for used in set(rule.names):
+    missing = {name: len(set(_names(parts))) for name, parts in rules.items()}
+    for name, parts in rules.items():
+        for used in set(_names(parts)):
             users[used].append(name)
     ready = [name for name, count in missing.items() if not count]
     for name in ready:  # grows: rules whose parts are all free of recursion

@@ -11,8 +11,8 @@ Readers list the names with `json_body.names_of_unknown`, in a text worker if th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl, quote
 
 import msgspec
@@ -23,11 +23,14 @@ from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.http.near_names import near_name
 from verl_server.server.http.operation import Operation
-from verl_server.server.http.responses import bad_request
+from verl_server.server.http.responses import bad_request, read_json
 from verl_server.server.http.routing import route_of
 from verl_server.server.metrics import Metrics
-from verl_server.web.json_body import LONGEST_NAME, MOST_NAMES
+from verl_server.web.json_body import LONGEST_NAME, MOST_NAMES, names_of_unknown
+from verl_server.web.json_convert import read_struct
 from verl_server.web.resolver import Found
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 HEADER = "X-Verl-Unknown-Fields"
 _LONGEST_HEADER = 2048
@@ -54,6 +57,16 @@ def refuse_unknown(request: Request, names: Collection[str]) -> None:
     judge_unknown(request, names)
     if names:
         raise BadRequestError(f"{request.url.path}: unknown field `{_shown(next(iter(names)))}`.")
+
+
+async def read_object(
+    request: Request, kind: type[T], limit: int, judge: Callable[[Request, Collection[str]], None] = judge_unknown
+) -> T:
+    """Return a small JSON body as a struct. `limit` is `max_request_bytes`. Raise BadRequestError for another body."""
+    given = await read_json(request, limit)
+    read = read_struct(given, kind, f"{request.url.path}: ")
+    judge(request, names_of_unknown(given, read))
+    return read
 
 
 class UnknownFieldsMiddleware:

@@ -30,14 +30,12 @@ from verl_server.messages.session_types import (
     SessionTrajectory,
 )
 from verl_server.server.http.operation import JSON, POST, Operation
-from verl_server.server.http.responses import encoded_response, json_response, message_error, read_json
-from verl_server.server.http.unknown_fields import refuse_unknown
+from verl_server.server.http.responses import encoded_response, json_response, message_error
+from verl_server.server.http.unknown_fields import read_object, refuse_unknown
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.slices import Slices
-from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import read_struct
 from verl_server.web.numbers import whole_number
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -211,10 +209,7 @@ class SessionApi:
         return _answer(msgspec.structs.replace(session.info(), tree=tree, children=children))
 
     async def _body(self, request: Request, kind: type[T]) -> T:
-        given = await read_json(request, self._limit)
-        read = read_struct(given, kind, f"{request.url.path}: ")
-        refuse_unknown(request, names_of_unknown(given, read))
-        return read
+        return await read_object(request, kind, self._limit, refuse_unknown)
 
 
 def _answer(content: msgspec.Struct, status_code: int = 200) -> Response:

@@ -103,8 +103,8 @@ class ControlApi:
                 FlushCacheReq.route, self.flush_cache, BOTH, access="control", query=timeout, media_types=(TEXT,)
             ),
             _operation(AbortReq, self.abort_request, access="key", media_types=()),
-            _operation(PauseGenerationReq, self.pause_generation),
-            _operation(ContinueGenerationReq, self.continue_generation),
+            _operation(PauseGenerationReq, self._ok(PauseGenerationReq, "Generation paused successfully.")),
+            _operation(ContinueGenerationReq, self._ok(ContinueGenerationReq, "Generation continued successfully.")),
             *(_operation(kind, self._plain(kind)) for kind in _PLAIN_REQS),
             _operation(UpdateWeightsFromDiskReq, self.update_weights_from_disk),
             _operation(UpdateWeightVersionReq, self.update_weight_version),
@@ -112,8 +112,8 @@ class ControlApi:
             Operation("/post_process_weights", self.post_process_weights, POST, access="control"),
             _operation(GetWeightsByNameReq, self.get_weights_by_name, BOTH),
             _operation(WeightsCheckerReq, self.weights_checker, BOTH),
-            _operation(ReleaseMemoryOccupationReq, self.release_memory_occupation, BOTH),
-            _operation(ResumeMemoryOccupationReq, self.resume_memory_occupation, BOTH),
+            _operation(ReleaseMemoryOccupationReq, self._null(ReleaseMemoryOccupationReq), BOTH),
+            _operation(ResumeMemoryOccupationReq, self._null(ResumeMemoryOccupationReq), BOTH),
         ]
 
     # -- cache, abort, pause --------------------------------------------------------------------------------
@@ -142,15 +142,15 @@ class ControlApi:
         self._manager.abort_request(req.rid, req.abort_all)
         return Response()
 
-    async def pause_generation(self, request: Request) -> Response:
-        """Return {"message", "status"}."""
-        reply = await self._control(request, await self._parse(request, PauseGenerationReq))
-        return _message_or_error(reply, "Generation paused successfully.")
+    def _ok(self, kind: type[ControlReq], message: str) -> Handler:
+        """Return the handler of a request whose answer says that it succeeded."""
 
-    async def continue_generation(self, request: Request) -> Response:
-        """Return {"message", "status"}."""
-        reply = await self._control(request, await self._parse(request, ContinueGenerationReq))
-        return _message_or_error(reply, "Generation continued successfully.")
+        async def change_generation(request: Request) -> Response:
+            """Return {"message", "status"}."""
+            reply = await self._control(request, await self._parse(request, kind))
+            return json_response({"message": message, "status": "ok"}) if reply.success else _message_error(reply)
+
+        return change_generation
 
     # -- weights --------------------------------------------------------------------------------------------
 
@@ -204,15 +204,15 @@ class ControlApi:
 
     # -- memory ---------------------------------------------------------------------------------------------
 
-    async def release_memory_occupation(self, request: Request) -> Response:
-        """Return null."""
-        reply = await self._control(request, await self._parse(request, ReleaseMemoryOccupationReq))
-        return json_response(None) if reply.success else _message_error(reply)
+    def _null(self, kind: type[ControlReq]) -> Handler:
+        """Return the handler of a request whose answer holds nothing."""
 
-    async def resume_memory_occupation(self, request: Request) -> Response:
-        """Return null."""
-        reply = await self._control(request, await self._parse(request, ResumeMemoryOccupationReq))
-        return json_response(None) if reply.success else _message_error(reply)
+        async def change_memory(request: Request) -> Response:
+            """Return null."""
+            reply = await self._control(request, await self._parse(request, kind))
+            return json_response(None) if reply.success else _message_error(reply)
+
+        return change_memory
 
     # -- shared ---------------------------------------------------------------------------------------------
 
@@ -225,10 +225,7 @@ class ControlApi:
         return await unless_disconnected(request, self._manager.control(req))
 
     async def _parse(self, request: Request, kind: type[S], *, carries_tensors: bool = False) -> S:
-        limit = self._args.max_request_bytes
-        return self._convert(request, await read_json(request, limit, carries_tensors=carries_tensors), kind)
-
-    def _convert(self, request: Request, body: Any, kind: type[S]) -> S:
+        body = await read_json(request, self._args.max_request_bytes, carries_tensors=carries_tensors)
         if body is None:
             body = {}
         known = set(kind.__struct_fields__) - {"id"}
@@ -263,10 +260,6 @@ def _success(reply: ControlReply, **extra: Any) -> Response:
 def _known_version(reply: ControlReply) -> dict[str, Any]:
     payload = reply.payload if isinstance(reply.payload, dict) else {}
     return {"weight_version": payload["weight_version"]} if "weight_version" in payload else {}
-
-
-def _message_or_error(reply: ControlReply, message: str) -> Response:
-    return json_response({"message": message, "status": "ok"}) if reply.success else _message_error(reply)
 
 
 def _message_error(reply: ControlReply) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -12,14 +11,10 @@ from starlette.responses import Response
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError
 from verl_server.messages.session_types import CreateSession, SessionLimits
 from verl_server.server.http.operation import BOTH, Operation
-from verl_server.server.http.responses import json_response, message_error, read_json
-from verl_server.server.http.unknown_fields import judge_unknown
+from verl_server.server.http.responses import json_response, message_error
+from verl_server.server.http.unknown_fields import read_object
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ledger import SessionLedger
-from verl_server.web.json_body import names_of_unknown
-from verl_server.web.json_convert import read_struct
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 _CAPACITY = "sessions are bounded by the server's settings"
 
@@ -70,7 +65,7 @@ class SglangSessionApi:
 
     async def open_session(self, request: Request) -> Response:
         """Return the id of a new session as a JSON string. 400 if a session has the id already."""
-        body = await self._body(request, OpenSessionReq)
+        body = await read_object(request, OpenSessionReq, self._limit)
         limits = SessionLimits(seconds=body.timeout)
         try:
             session, _ = self._ledger.create(CreateSession(id=body.session_id, limits=limits, streaming=body.streaming))
@@ -83,22 +78,12 @@ class SglangSessionApi:
         """Delete the session, and note that no request continues the session with this hint: the pages of its history
         are evicted first. Return 200 with an empty body, as SGLang does for an unknown id, too. Deleting needs an
         owner's key. A caller without it ends the hint only. Send the request after the last reply of the session."""
-        named = (await self._body(request, CloseSessionReq)).session_id
+        named = (await read_object(request, CloseSessionReq, self._limit)).session_id
         if owner_of(request.scope) is not None:
-            await self._delete(named)
+            if not self._ledger.table.is_complete:
+                raise SessionUnavailableError("The server is starting and reads its session store. Retry later.")
+            if named in self._ledger.table:
+                self._ledger.delete(named)
+                await self._ledger.store.flushed()
         self._finish_hint(named)
         return Response()
-
-    async def _delete(self, session_id: str) -> None:
-        """Delete the session if the ledger has it. Raise SessionUnavailableError while that is not known."""
-        if not self._ledger.table.is_complete:
-            raise SessionUnavailableError("The server is starting and reads its session store. Retry later.")
-        if session_id in self._ledger.table:
-            self._ledger.delete(session_id)
-            await self._ledger.store.flushed()
-
-    async def _body(self, request: Request, kind: type[T]) -> T:
-        given = await read_json(request, self._limit)
-        read = read_struct(given, kind, f"{request.url.path}: ")
-        judge_unknown(request, names_of_unknown(given, read))
-        return read
