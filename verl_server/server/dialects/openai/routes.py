@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -75,7 +75,6 @@ class OpenAIApi:
         self._manager, self._turns = manager, turns
         self._args = server_args
         self._created = int(time.time())
-        self._texts: TokenTexts | None = None
 
     def operations(self) -> list[Operation]:
         return [
@@ -189,7 +188,7 @@ class OpenAIApi:
             wanted.logprob_start_len = 0
         shape = ReplyShape("completions", prompt_text=read.prompt_text)
         generation = await self._submit(request, wanted, read, body, shape)
-        choices = TextChoices(self.text(), self.token_texts(), self._model_name, body)
+        choices = TextChoices(self._text, self._texts, self._model_name, body)
         return await self._answer(request, body, generation, choices)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -204,7 +203,7 @@ class OpenAIApi:
         wanted.sampling_logprobs_mode = body.sampling_logprobs_mode
         shape = ReplyShape("chat", read.output, one_call=not body.parallel_tool_calls)
         generation = await self._submit(request, wanted, read, body, shape)
-        choices = ChatChoices(self.token_texts(), self._model_name, body, read.output)
+        choices = ChatChoices(self._texts, self._model_name, body, read.output)
         return await self._answer(request, body, generation, choices)
 
     async def responses(self, request: Request) -> Response:
@@ -217,7 +216,7 @@ class OpenAIApi:
         wanted = chat.generate_request(chat.max_tokens, top_logprobs, read.output.grammar or "")
         shape = ReplyShape("responses", read.output, one_call=not body.parallel_tool_calls)
         generation = await self._submit(request, wanted, read, chat, shape)
-        answer = ResponseAnswer(self.token_texts(), self._model_name, read, generation.states[0].call_seed)
+        answer = ResponseAnswer(self._texts, self._model_name, read, generation.states[0].call_seed)
         if body.stream:
             return self._turns.mark(EventStream(answer.frames(generation), generation.close), generation)
         return await self._whole(request, generation, answer.response(generation.states[0]))
@@ -233,14 +232,14 @@ class OpenAIApi:
             write_json if body.return_meta_info else None,
         )
 
-    def text(self) -> ModelText:
+    @property
+    def _text(self) -> ModelText:
         assert self._manager.model_text is not None
         return self._manager.model_text
 
-    def token_texts(self) -> TokenTexts:
-        if self._texts is None:
-            self._texts = TokenTexts(self.text())
-        return self._texts
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self._text)
 
     async def _answer(
         self, request: Request, body: OpenAIRequest, generation: Generation, choices: Choices

@@ -6,6 +6,9 @@ kept: at most one entry for each token of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import orjson
 
 from verl_server.grammar.token_bytes import speller
@@ -16,18 +19,14 @@ class TokenTexts:
     """Texts and bytes of the tokens of one tokenizer."""
 
     def __init__(self, text: ModelText) -> None:
-        self._decode = text.decoder(skip_special_tokens=False)
+        decode = text.decoder(skip_special_tokens=False)
         self._spell = speller(getattr(text.tokenizer, "backend_tokenizer", None))
-        self._texts: dict[int, str] = {}
-        self._keys: dict[int, bytes] = {}
-        self._heads: dict[tuple[int, bool], bytes] = {}
-
-    def text(self, token: int) -> str:
-        """Return the text of the token by itself. A part of a character has replacement characters."""
-        found = self._texts.get(token)
-        if found is None:
-            found = self._texts[token] = self._decode([token])
-        return found
+        self.text: Callable[[int], str] = cache(lambda token: decode([token]))
+        """Returns the text of the token by itself. A part of a character has replacement characters."""
+        self._text_json: Callable[[int], bytes] = cache(lambda token: orjson.dumps(self.text(token)))
+        self.entry_head: Callable[[int, bool], bytes] = cache(self._entry_head)
+        """Returns the beginning of the token's entry in a chat, {"token", "bytes", "logprob": and no value. The second
+        argument is `as_id` of `name`."""
 
     def spelling(self, token: int) -> bytes:
         """Return the bytes that the token stands for, also if they are only a part of a UTF-8 character."""
@@ -40,18 +39,8 @@ class TokenTexts:
 
     def name_json(self, token: int, as_id: bool) -> bytes:
         """Return `name` as JSON."""
-        if as_id:
-            return b'"token_id:%d"' % token
-        found = self._keys.get(token)
-        if found is None:
-            found = self._keys[token] = orjson.dumps(self.text(token))
-        return found
+        return b'"token_id:%d"' % token if as_id else self._text_json(token)
 
-    def entry_head(self, token: int, as_id: bool) -> bytes:
-        """Return the beginning of the token's entry in a chat: {"token", "bytes", "logprob": and no value."""
-        found = self._heads.get((token, as_id))
-        if found is None:
-            spelled = orjson.dumps(list(self.spelling(token)))
-            found = b'{"token":%b,"bytes":%b,"logprob":' % (self.name_json(token, as_id), spelled)
-            self._heads[token, as_id] = found
-        return found
+    def _entry_head(self, token: int, as_id: bool) -> bytes:
+        spelled = orjson.dumps(list(self.spelling(token)))
+        return b'{"token":%b,"bytes":%b,"logprob":' % (self.name_json(token, as_id), spelled)
