@@ -6,13 +6,16 @@ scheduler can compile: the trial runs in a thread with a smaller stack and with 
 
 from __future__ import annotations
 
+import random
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+
+import numpy as np
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.compiler import (
@@ -24,10 +27,11 @@ from verl_server.grammar.compiler import (
 from verl_server.grammar.failure import GrammarFailedError
 from verl_server.grammar.json_schema import schemas_alone
 from verl_server.grammar.mask_executor import MaskExecutor
-from verl_server.grammar.walk import random_outputs
 
 MOST_MEMORY = 1 << 30
 """Bytes of address space that a trial may take. The process ends if it needs more."""
+_OUTPUTS, _TOKENS, _LEAST_MASKS = 8, 64, 4
+"""Number of outputs, most tokens of each, and number of masks that are made even if they take long."""
 _SECONDS = 0.1
 """Processor time for random outputs."""
 _MOST_TRIED_ALONE = 16
@@ -47,12 +51,12 @@ def try_out(compiler: GrammarCompiler, grammar: str) -> int:
 
     def run() -> None:
         try:
-            before = _resident_bytes()
+            before = _statm(1) or 0
             try:
                 _walk(compiler.compile(grammar), compiler.num_words)
             except BadRequestError as error:
                 raise _with_owner(error, compiler, grammar) from None
-            sizes.append(max(0, _resident_bytes() - before))
+            sizes.append(max(0, (_statm(1) or 0) - before))
         except BaseException as error:  # a panic of llguidance is no Exception
             failures.append(error)
 
@@ -90,7 +94,7 @@ def _walk(matcher: Matcher, num_words: int) -> None:
     """Generate random outputs. Raise BadRequestError if that fails, or if the masks take too long."""
     tokens = slow = 0
     # Processor time, because other processes may use this machine. This process does nothing else.
-    masks = random_outputs(matcher, MaskExecutor(), num_words, time.process_time, _SECONDS)
+    masks = _random_outputs(matcher, MaskExecutor(), num_words, time.process_time, _SECONDS)
     try:
         for count, (step, seconds) in enumerate(masks):
             tokens = step
@@ -99,6 +103,37 @@ def _walk(matcher: Matcher, num_words: int) -> None:
                 raise BadRequestError(_SLOW)
     except GrammarFailedError as error:
         raise BadRequestError(_FAILED.format(tokens=tokens, error=error)) from None
+
+
+def _random_outputs(
+    matcher: Matcher, executor: MaskExecutor, num_words: int, clock: Callable[[], float], seconds: float
+) -> Iterator[tuple[int, float]]:
+    """Generate random outputs with `matcher`, which is at its start again afterwards.
+
+    It ends after `seconds` by `clock`, but not before `_LEAST_MASKS` masks, or when there are enough outputs. Yield
+    (number of tokens before, seconds by `clock`) for each mask. Raise GrammarFailedError if the matcher fails, which
+    cannot be used any more then.
+    """
+    rng, words = random.Random(0), np.zeros((1, num_words), dtype=np.int32)
+    deadline, made = clock() + seconds, 0
+    for _ in range(_OUTPUTS):
+        for step in range(_TOKENS):
+            start = clock()
+            executor.fill([matcher], words)
+            matcher.check()
+            now, made = clock(), made + 1
+            yield step, now - start
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8)[0], bitorder="little"))
+            if not len(allowed):
+                raise GrammarFailedError("it allows no token")
+            executor.consume([(matcher, int(allowed[rng.randrange(len(allowed))]))])
+            matcher.check()
+            is_late = now > deadline and made >= _LEAST_MASKS
+            if matcher.is_complete or is_late:
+                break
+        matcher.reset()
+        if is_late:
+            return
 
 
 _FAILED = (
@@ -110,19 +145,19 @@ _SLOW = (
 )
 
 
-def _resident_bytes() -> int:
+def _statm(column: int) -> int | None:
+    """Return a column of /proc/self/statm in bytes, 0: address space, 1: resident. None: not Linux."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux
-        return 0
+        return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
+    except OSError:
+        return None
 
 
 @contextmanager
 def _memory_bound() -> Iterator[None]:
     """Bound the address space of this process, where the system can, to what it has now and `MOST_MEMORY`."""
-    try:
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
+    now = _statm(0)
+    if now is None:
         yield
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -49,8 +49,7 @@ async def plan_ids(session: Session | None, ids: Ids32) -> NextTurn:
 
 def plan_behind(session: Session, number: int, kept: int, ids: Ids32) -> NextTurn:
     """Plan the turn whose prompt is the first `kept` ids of a turn's sequence, and `ids`."""
-    turn = session.turns[number]
-    assert turn is not None
+    turn = session.turn(number)
     is_continued = kept < turn.tokens or turn.followers > 0
     return plain_plan(number, kept, ids, "edited" if is_continued else None)
 

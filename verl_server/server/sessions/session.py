@@ -155,6 +155,12 @@ class Session:
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
+    def turn(self, number: int) -> Turn:
+        """Return a turn that has finished."""
+        turn = self.turns[number]
+        assert turn is not None
+        return turn
+
     def hold(self, turn: OpenTurn) -> None:
         """Add a turn that runs."""
         self.pending[turn.turn] = turn
@@ -230,9 +236,8 @@ class Session:
                 self._roots[place] = turn.child
             else:
                 self._roots.pop(place, None)
-        parent = self.turns[turn.parent] if turn.parent >= 0 else None
-        if parent is not None and turn.shared == parent.tokens:
-            parent.extensions += change
+        if turn.parent >= 0 and turn.shared == self.turn(turn.parent).tokens:
+            self.turn(turn.parent).extensions += change
 
     def was_interrupted(self, key: bytes) -> bool:
         """Return True if a turn of this idempotency key began and will not end."""

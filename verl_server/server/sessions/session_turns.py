@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -39,8 +38,6 @@ from verl_server.server.text.text_tools import Job, pack, unpack
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 R = TypeVar("R", bound=ReadBody)
-
-logger = logging.getLogger(__name__)
 
 _OF_OWNERS = ("extra_key", "cache_salt", "priority")
 """Fields that reach beyond the session: an agent must not set them."""

@@ -24,9 +24,7 @@ class StoredTurn:
 
     @property
     def stored(self) -> Turn:
-        turn = self.session.turns[self.turn]
-        assert turn is not None
-        return turn
+        return self.session.turn(self.turn)
 
     @property
     def conditions(self) -> dict[str, Any]:

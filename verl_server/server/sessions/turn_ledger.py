@@ -213,9 +213,8 @@ class TurnLedger:
         """Return `meta_info.session`."""
         session = self._table.find(turn.session.id)
         began = "child" if next.began == "root" and turn.child is not None else next.began
-        if next.kept < 0 <= turn.parent:
-            parent = session.turns[turn.parent]
-            began = None if parent is not None and parent.tokens == turn.shared else began
+        if next.kept < 0 <= turn.parent and session.turn(turn.parent).tokens == turn.shared:
+            began = None
         return {
             "id": session.root.id,
             "turn": turn.turn,
@@ -307,8 +306,7 @@ class TurnLedger:
             shared = turns_of.common_prefix(prompt, turns_of.sequence(session.turns, next.parent))
         parent = next.parent
         while parent >= 0:
-            turn = session.turns[parent]
-            assert turn is not None
+            turn = session.turn(parent)
             if shared > turn.prompt_tokens:
                 break
             parent, shared = turn.parent, min(shared, turn.shared)
@@ -317,8 +315,7 @@ class TurnLedger:
     def _branch(self, session: Session, parent: int, shared: int) -> int:
         """Return the branch of a new turn: the parent's if the turn is the first to continue it, else a new one."""
         if parent >= 0:
-            before = session.turns[parent]
-            assert before is not None
+            before = session.turn(parent)
             if shared == before.tokens and not before.extensions:
                 return before.branch
         session.branches += 1
@@ -327,9 +324,7 @@ class TurnLedger:
     def _conversation(self, session: Session, plan: NextTurn, prompt: bytes) -> str | None:
         """Return the name of the child conversation that a turn belongs to; None: the session's own."""
         if plan.parent >= 0:
-            named = session.turns[plan.parent]
-            assert named is not None
-            return named.child
+            return session.turn(plan.parent).child
         is_known, name = session.conversation(prompt)
         if is_known:
             return name

@@ -102,10 +102,10 @@ def read_chat_prompt(
     text: TextTools,
     messages: Sequence[Message],
     options: Mapping[str, Any],
-    tools: Sequence[Tool] = (),
-    choice: ToolChoice | None = None,
-    parallel: bool = True,
-    schema: Mapping[str, Any] | Literal[True] | None = None,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    parallel: bool,
+    schema: Mapping[str, Any] | Literal[True] | None,
     constraint: str | None = None,
     input_ids: list[int] | None = None,
 ) -> ChatPrompt:
@@ -121,7 +121,6 @@ def read_chat_prompt(
     In a session (`text.session`), the prompt is that of the session's next turn.
     """
     refuse_in_session(text, input_ids=input_ids)
-    choice = choice or ToolChoice("auto" if tools else "none")
     offered = [] if choice.mode == "none" else list(tools)
     if offered or (tools and "tools" in text.template(options).variables):
         options = {**options, "tools": template_tools(tools)}

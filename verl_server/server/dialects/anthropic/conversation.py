@@ -20,7 +20,6 @@ _NO_BLOCKS = {
     "redacted_thinking": _REDACTED,
     "container_upload": "the server runs no code",
 }
-_TOOL_FIELDS = {"name", "description", "input_schema", "strict", "type", "cache_control", "eager_input_streaming"}
 _UNUSED_TOOL_FIELDS = {
     "defer_loading": "the server has no tool search: send only the tools that may be called",
     "input_examples": "write the examples into the description",

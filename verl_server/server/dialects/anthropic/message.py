@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
 
-from verl_server.chat.output import ContentDelta, Delta, OutputParser, ReasoningDelta, ToolCallDelta, joined
+from verl_server.chat.output import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, joined
 from verl_server.server.dialects.anthropic.reading import ReadMessages
 from verl_server.server.http.responses import sse
 from verl_server.server.request_state import ReqState
@@ -18,33 +17,27 @@ from verl_server.server.slices import text_pieces
 class MessageWriter:
     """Builds the answer to one request, and records how much of it was streamed."""
 
-    def __init__(self, read: ReadMessages, model: str) -> None:
+    def __init__(self, read: ReadMessages, model: str, state: ReqState) -> None:
+        """`state` is the sample, before its first token."""
         self._read = read
         self._request = read.request
         self._model = model
-        self._parser: OutputParser | None = None
+        self._parser = read.output.parser(not read.request.stream, state.call_seed)
         self._hides_thinking = read.request.thinking is not None and read.request.thinking.display == "omitted"
-        self.id = f"msg_{uuid.uuid4().hex}"
-        """Id of the message. It is also the name of the request for `/abort_request`."""
+        self.id = state.rid.rpartition("/")[2]
+        """Id of the message: that of the first answer, if this one repeats it. `/abort_request` knows it, too."""
         self._chars = 0  # characters of the text that were parsed
         self._started = False
         self._open: str | None = None  # type of the block that is open
         self._blocks = 0  # number of blocks that began
         self._has_calls = False
 
-    def _parse(self, state: ReqState) -> OutputParser:
-        """Return the parser of the sample."""
-        if self._parser is None:
-            self._parser = self._read.output.parser(not self._request.stream, state.call_seed)
-        return self._parser
-
     # -- the whole message ----------------------------------------------------------------------------------
 
     async def message(self, state: ReqState) -> dict[str, Any]:
         """Return the whole message of a sample that is done."""
-        parser = self._parse(state)
-        deltas = [delta async for piece in text_pieces(state.text()) for delta in parser.push(piece)]
-        parsed = joined([*deltas, *parser.finish()])
+        deltas = [delta async for piece in text_pieces(state.text()) for delta in self._parser.push(piece)]
+        parsed = joined([*deltas, *self._parser.finish()])
         self._has_calls = bool(parsed.tool_calls)
         content: list[dict[str, Any]] = []
         if parsed.reasoning:
@@ -70,12 +63,11 @@ class MessageWriter:
             frames += [event({"type": "message_start", "message": message}), event({"type": "ping"})]
         # Tokens that arrive during an await belong to the next call.
         text, done = state.text(), state.done
-        parser = self._parse(state)
         async for piece in text_pieces(text, self._chars):
-            frames += self._frames(parser.push(piece))
+            frames += self._frames(self._parser.push(piece))
         self._chars = len(text)
         if done:
-            frames += [*self._frames(parser.finish()), *self._close_block()]
+            frames += [*self._frames(self._parser.finish()), *self._close_block()]
             delta = {"type": "message_delta", "delta": self._stop(state), "usage": _usage(state)}
             frames += [event(delta | self._extra(state)), event({"type": "message_stop"})]
         return b"".join(frames)

@@ -6,6 +6,7 @@ the events of a stream.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -72,10 +73,9 @@ class AnthropicApi:
         server-sent events with Anthropic's events."""
         read = await self._turns.read(request, MESSAGES)
         self._manager.text.warn_of_unused(read.unused_options)
-        writer = MessageWriter(read, self._args.served_model_name or self._manager.controls.model_path)
         wanted = GenerateReqInput(
             sampling_params=read.sampling_params,
-            rid=writer.id,
+            rid=f"msg_{uuid.uuid4().hex}",
             stream=read.request.stream,
             return_logprob=read.request.return_logprob,
         )
@@ -85,7 +85,8 @@ class AnthropicApi:
             read.next,
             ReplyShape("messages", read.output, clamps=True),
         )
-        writer.id = generation.states[0].rid.rpartition("/")[2]  # of the first answer, if this one repeats it
+        model = self._args.served_model_name or self._manager.controls.model_path
+        writer = MessageWriter(read, model, generation.states[0])
         headers = {"request-id": writer.id}
         if read.request.stream:
             stream = EventStream(_events(generation, writer), generation.close)

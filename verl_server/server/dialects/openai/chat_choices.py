@@ -19,6 +19,7 @@ from verl_server.server.text.chat_prompt import ChatOutput
 class ChatChoices(Choices):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    last = b'"delta":{"content":""},"logprobs":null'
 
     def __init__(self, texts: TokenTexts, model: str, body: ChatCompletionRequest, output: ChatOutput) -> None:
         super().__init__(texts, model, body, (body.top_logprobs or 0) if body.logprobs else None)
@@ -111,9 +112,6 @@ class ChatChoices(Choices):
 
     def first_fields(self, state: ReqState) -> bytes:
         return b',"prompt_token_ids":' + orjson.dumps(state.prompt_ids) if self._returns_prompt else b""
-
-    def last(self, state: ReqState) -> bytes:
-        return b'"delta":{"content":""},"logprobs":null'
 
     def _delta(self, state: ReqState, piece: str) -> bytes:
         """Return the fields of a delta with the next text of a sample, or b"" if there is none."""

@@ -42,6 +42,8 @@ class Choices(abc.ABC):
 
     object_name: str
     chunk_name: str
+    last: bytes
+    """Content of the last choice of a stream, which has the finish reason."""
 
     def __init__(self, texts: TokenTexts, model: str, body: OpenAIRequest, top_logprobs: int | None) -> None:
         """`top_logprobs` is the number of candidates that are shown; None shows no log-probabilities."""
@@ -58,17 +60,13 @@ class Choices(abc.ABC):
     async def choice(self, index: int, state: ReqState) -> dict[str, Any]:
         """Return a whole choice, without the fields that text and chat share."""
 
-    @abc.abstractmethod
     async def response_fields(self, states: Sequence[ReqState]) -> dict[str, Any]:
         """Return the fields of the response that only text or only chat has."""
+        return {}
 
     @abc.abstractmethod
     async def news(self, state: ReqState, progress: Progress, first: bool, end: int) -> bytes | None:
         """Return the content of a choice with what is new up to token `end`, or None if there is nothing to send."""
-
-    @abc.abstractmethod
-    def last(self, state: ReqState) -> bytes:
-        """Return the content of the last choice of a stream, which has the finish reason."""
 
     # -- the whole response ---------------------------------------------------------------------------------
 
@@ -132,7 +130,7 @@ class Choices(abc.ABC):
         metadata = b',"metadata":' + orjson.dumps(weight_versions([state]))
         if state.session is not None:
             reason += b',"meta_info":' + orjson.dumps({"session": state.session})
-        return b"%b%b%b,%b}]%b%b}\n\n" % (frame, progress.head, self.last(state), reason, metadata, tail)
+        return b"%b%b%b,%b}]%b%b}\n\n" % (frame, progress.head, self.last, reason, metadata, tail)
 
     def usage_frame(self, states: Sequence[ReqState]) -> bytes:
         """Return the frame that has only the token counts."""
@@ -159,6 +157,7 @@ class Choices(abc.ABC):
 
 class TextChoices(Choices):
     object_name = chunk_name = "text_completion"
+    last = b'"text":"","logprobs":null'
 
     def __init__(self, text: ModelText, texts: TokenTexts, model: str, body: CompletionRequest) -> None:
         super().__init__(texts, model, body, body.logprobs)
@@ -179,9 +178,6 @@ class TextChoices(Choices):
         if self._body.return_token_ids or self._body.return_prompt_token_ids:
             choice["prompt_token_ids"] = state.prompt_ids
         return choice
-
-    async def response_fields(self, states: Sequence[ReqState]) -> dict[str, Any]:
-        return {}
 
     async def news(self, state: ReqState, progress: Progress, first: bool, end: int) -> bytes | None:
         text = state.text()
@@ -204,9 +200,6 @@ class TextChoices(Choices):
         if first and (body.return_token_ids or body.return_prompt_token_ids):
             ids += b',"prompt_token_ids":' + orjson.dumps(state.prompt_ids)
         return b'"text":%b,"logprobs":%b%b' % (orjson.dumps(piece), logprobs, ids)
-
-    def last(self, state: ReqState) -> bytes:
-        return b'"text":"","logprobs":null'
 
     def _echoed(self, state: ReqState) -> str:
         """Return the text of the prompt if the request has `echo`, otherwise ""."""

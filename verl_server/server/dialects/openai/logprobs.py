@@ -110,9 +110,8 @@ class LogprobWriter:
         return b",".join(content)
 
     async def prompt_logprobs(self, state: ReqState) -> bytes:
-        """Return vLLM's `prompt_logprobs`, or `null` if they were not requested."""
-        if self._prompt_top is None:
-            return b"null"
+        """Return vLLM's `prompt_logprobs`, which the request has asked for."""
+        assert self._prompt_top is not None
         slices = Slices()
         written = []
         for position in self.prompt(state):

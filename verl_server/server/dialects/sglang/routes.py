@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 
 from starlette.requests import Request
@@ -40,8 +39,6 @@ from verl_server.server.sessions.session_turns import SessionTurns, session_of
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MalformedBodyError
-
-logger = logging.getLogger(__name__)
 
 
 class NativeApi:
