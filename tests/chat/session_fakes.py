@@ -281,7 +281,6 @@ class PlayedSession:
             generation_prompt=turn.planned.next.generation_prompt,
             end_token=last if last in self.end_tokens else -1,
             in_reasoning=open is not None and (thinking or open.open in text) and open.close not in text,
-            aborted=False,
             delivered=delivered,
             calls=[(call.id, call.name) for call in shown.tool_calls],
             options=turn.planned.next.options,

@@ -50,7 +50,6 @@ def facts(end_token: int = -1, calls: Any = (), in_reasoning: bool = False) -> R
         generation_prompt=0,
         end_token=end_token,
         in_reasoning=in_reasoning,
-        aborted=False,
         delivered=True,
         calls=list(calls),
         options=b"",

@@ -325,7 +325,6 @@ def facts(turn: int, prompt: int, output: int, end: int = -1, **more: Any) -> Re
         generation_prompt=-1,
         end_token=end,
         in_reasoning=False,
-        aborted=False,
         calls=[],
         options=b"",
         **given,

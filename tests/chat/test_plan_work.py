@@ -22,7 +22,6 @@ REPLY = ReplyFacts(
     generation_prompt=0,
     end_token=-1,
     in_reasoning=False,
-    aborted=False,
     calls=[],
     options=b"",
 )

@@ -60,8 +60,8 @@ def plan_next_turn(
 
     Raises BadRequestError if the template refuses the messages, or if they cannot follow `view.previous`.
     """
-    planner = _Planner(view, options, tools, render, encode, format, EndTokens(view.end_tokens, token_text))
-    return planner.plan(messages)
+    ends = EndTokens(view.end_tokens, token_text)
+    return _Planner(view, options, tools, render, encode, format, ends).plan(messages)
 
 
 class _Planner:
@@ -199,9 +199,7 @@ class _Planner:
             generation_prompt=self._opening(ids),
             new_nodes=chain(keys, None if heads else self._head),
             after_node=heads[-1] if heads else -1,
-            matched_messages=0,
             began=began,
-            head=self._head,
             options=self._turn_options,
             messages=_packed(messages),
         )
@@ -213,13 +211,11 @@ class _Planner:
         match = self._tree.match(heads, keys)
         if any(key.role != SYSTEM for key in keys[: match.matched]):
             return match.path[-1]
-        starts = [*heads, *(node for head in heads for node in self._tree.children(head) if self._is_system(node))]
+        below = [node for head in heads for node in self._tree.children(head)]
+        starts = [*heads, *(node for node in below if self._tree.nodes[node].role == SYSTEM)]
         match = self._tree.match(starts, keys[1:] if keys[0].role == SYSTEM else keys)
         # Sub-agents may begin with the same user's message. A reply in common makes it the same conversation.
         return match.path[-1] if any(self._tree.nodes[node].role == ASSISTANT for node in match.path) else None
-
-    def _is_system(self, node: int) -> bool:
-        return self._tree.nodes[node].role == SYSTEM
 
     def _whole(self, place: _Place, began: str) -> PlannedTurn:
         """Render the whole conversation. The ledger finds out how much of it is stored."""
@@ -289,7 +285,6 @@ class _Planner:
             after_node=place.node,
             matched_messages=place.matched,
             began=began,
-            head=self._head,
             options=self._turn_options,
             messages=_packed(place.messages[place.matched :]),
         )
@@ -342,8 +337,8 @@ def plan_text(view: SessionView, text: str, encode: Encode, token_text: Callable
     turn, kept, rest = max(found, key=lambda each: (each[1], each[0].delivered, each[0].turn))
     is_continued = kept < _length(turn) or any(facts.parent == turn.turn for facts in view.replies)
     began = "edited" if is_continued else None
-    next = plain_plan(turn.turn, kept, _ids32(encode(rest) if rest else []), began)
-    return msgspec.structs.replace(next, text=(len(text), text_digest(text)))
+    added = _ids32(encode(rest) if rest else [])
+    return NextTurn(turn.turn, kept, added, began, text=(len(text), text_digest(text)))
 
 
 def _behind_completion(facts: ReplyFacts, text: str, token_text: Callable[[int], str]) -> tuple[int, str] | None:
@@ -367,22 +362,6 @@ def _behind_completion(facts: ReplyFacts, text: str, token_text: Callable[[int],
         return _length(facts) - 1, rest
     # A stop string was sampled, but not shown. Clients that know the string write it themselves.
     return (_length(facts), rest[len(known.hidden) :]) if rest.startswith(known.hidden) else None
-
-
-def plain_plan(parent: int, kept: int, added: Ids32, began: str | None) -> NextTurn:
-    """Return the plan of a turn without messages. `parent` is -1 for none."""
-    return NextTurn(
-        parent=parent,
-        kept=kept,
-        added=added,
-        generation_prompt=-1,
-        new_nodes=b"",
-        after_node=-1,
-        matched_messages=0,
-        began=began,
-        head=b"",
-        options=b"",
-    )
 
 
 def _packed(messages: Sequence[Message]) -> bytes:

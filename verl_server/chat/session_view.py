@@ -43,7 +43,6 @@ class ReplyFacts(msgspec.Struct, frozen=True, array_like=True):
     """Last sampled id if it is one of the model's end tokens, else -1."""
     in_reasoning: bool
     """The turn ended inside an open reasoning part."""
-    aborted: bool
     calls: list[tuple[str, str]]
     """(id, name) of its tool calls, in order."""
     options: bytes
@@ -72,19 +71,18 @@ class NextTurn(msgspec.Struct, frozen=True):
     kept: int
     """-1: `added` is the whole prompt, and the ledger compares it with the parent's sequence."""
     added: Ids32
-    generation_prompt: int
-    """See `ReplyFacts`."""
-    new_nodes: bytes
-    """Node records of the new messages, `history.NODE`. A parent of -1-i is the i-th record of this field."""
-    after_node: int
-    """The node that the first new message follows; -1: a root."""
-    matched_messages: int
     began: str | None
     """Why a branch begins here: None (it does not), "root", "edited", "retry", "head", "template", "child". With `kept`
     -1, no branch begins if all of the parent's sequence stays."""
-    head: bytes
-    """Digest of tools and template: the root of the tree."""
-    options: bytes
+    generation_prompt: int = -1
+    """See `ReplyFacts`."""
+    new_nodes: bytes = b""
+    """Node records of the new messages, `history.NODE`. A parent of -1-i is the i-th record of this field."""
+    after_node: int = -1
+    """The node that the first new message follows; -1: a root."""
+    matched_messages: int = 0
+    options: bytes = b""
+    """Digest of the template options of this turn."""
     messages: bytes = b""
     """The new messages as msgpack, for the journal."""
     text: tuple[int, bytes] | None = None

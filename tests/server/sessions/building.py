@@ -54,7 +54,6 @@ def plan(added: Sequence[int], parent: int = -1, kept: int = 0, **fields: Any) -
         "after_node": -1,
         "matched_messages": 0,
         "began": "root" if parent < 0 else None,
-        "head": b"h" * 16,
         "options": b"o" * 16,
     }
     return NextTurn(parent=parent, kept=kept, added=ids(added), **(values | fields))

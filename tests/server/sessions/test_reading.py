@@ -231,7 +231,7 @@ def test_calls_have_the_same_ids_at_a_replay(talk: Talk) -> None:
 def test_a_completion_follows_a_completion(talk: Talk) -> None:
     read = talk.read("completion", {"prompt": "Question: 1 + 1?\n"})
     assert read.next is None and read.prompt_text == prompt_text("Question: 1 + 1?\n")
-    planned = NextTurn(-1, 0, bytes(read.prompts[0]), -1, b"", -1, 0, "root", b"", b"", text=read.prompt_text)
+    planned = NextTurn(-1, 0, bytes(read.prompts[0]), "root", text=read.prompt_text)
     first, reply = talk.sample(planned, None, "Thought: add\nObservation:", "\nObservation:")
     assert (reply.text, reply.hidden) == ("Thought: add", "\nObservation:")
     read = talk.read("completion", {"prompt": "Question: 1 + 1?\nThought: add\nObservation: 2"})

@@ -130,14 +130,13 @@ def error_object(message: str, status_code: int, kind: str) -> dict[str, Any]:
     return {"object": "error", "message": message, "type": kind, "param": None, "code": status_code}
 
 
-def status_error(error: VerlServerError) -> Response:
-    content = error_object(str(error), error.status_code, str(error.status_code))
+def status_error(error: VerlServerError, kind: str | None = None) -> Response:
+    content = error_object(str(error), error.status_code, kind or str(error.status_code))
     return json_response(content, error.status_code, error_headers(error))
 
 
 def bad_request(error: VerlServerError) -> Response:
-    content = error_object(str(error), error.status_code, "Bad Request")
-    return json_response(content, error.status_code, error_headers(error))
+    return status_error(error, "Bad Request")
 
 
 def error_response(error: VerlServerError) -> Response:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 
-from verl_server.chat.next_turn import plain_plan
 from verl_server.chat.session_view import Ids32, NextTurn
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.turn import Turn, common_prefix
@@ -22,7 +21,7 @@ async def plan_ids(session: Session | None, ids: Ids32) -> NextTurn:
     conversation.
     """
     if session is None or not session.finished:
-        return plain_plan(-1, 0, ids, "root")
+        return NextTurn(-1, 0, ids, "root")
     count, slices = len(ids) // 4, Slices()
     turns = list(session.turns)
     common = array("q", bytes(8 * len(turns)))  # first ids of each turn's sequence that the prompt has, too
@@ -43,15 +42,15 @@ async def plan_ids(session: Session | None, ids: Ids32) -> NextTurn:
     if best is not None:
         return plan_behind(session, best[2], best[0], ids[4 * best[0] :])
     if again >= 0:
-        return plain_plan(again, count, b"", "retry")
-    return plain_plan(-1, 0, ids, "child")
+        return NextTurn(again, count, b"", "retry")
+    return NextTurn(-1, 0, ids, "child")
 
 
 def plan_behind(session: Session, number: int, kept: int, ids: Ids32) -> NextTurn:
     """Plan the turn whose prompt is the first `kept` ids of a turn's sequence, and `ids`."""
     turn = session.turn(number)
     is_continued = kept < turn.tokens or turn.followers > 0
-    return plain_plan(number, kept, ids, "edited" if is_continued else None)
+    return NextTurn(number, kept, ids, "edited" if is_continued else None)
 
 
 def _common_ids(ids: Ids32, turn: Turn) -> int:

@@ -52,21 +52,24 @@ def repair(damage: Damage, header: HeaderRecord) -> Path | None:
 
     The copy is on disk before the file is changed. An earlier copy is never replaced.
     """
-    copy = _copy(damage.path) if damage.path.exists() else None
-    if damage.path.name == CURRENT:
-        numbers = [int(path.stem.rpartition("-")[2]) for path in damage.path.parent.glob("*-*.log")]
-        write_file(damage.path, framed(CurrentRecord(max(numbers), None)))
-        damage.path.chmod(0o600)
-        return copy
-    kept = read_bytes(damage.path)[: damage.offset] if copy is not None else b""
-    number = int(damage.path.stem.rpartition("-")[2])
-    kept = kept or framed(msgspec.structs.replace(header, number=number))
-    kept += framed(CutRecord(damage.reason))
-    if damage.path.name.startswith("snapshot"):
+    path = damage.path
+    copy = _copy(path) if path.exists() else None
+    if path.name == CURRENT:
+        kept = framed(CurrentRecord(max(map(_number, path.parent.glob("*-*.log"))), None))
+    else:
+        kept = read_bytes(path)[: damage.offset] if copy is not None else b""
+        kept = kept or framed(msgspec.structs.replace(header, number=_number(path)))
+        kept += framed(CutRecord(damage.reason))
+    if path.name.startswith("snapshot"):
         kept += framed(EndRecord(sum(1 for _ in _records(kept))))
-    write_file(damage.path, kept)
-    damage.path.chmod(0o600)
+    write_file(path, kept)
+    path.chmod(0o600)
     return copy
+
+
+def _number(path: Path) -> int:
+    """Return the number in the name of a journal or a snapshot."""
+    return int(path.stem.rpartition("-")[2])
 
 
 def _header(folder: Path) -> HeaderRecord:

@@ -112,7 +112,6 @@ class TurnFields(SampledFields, kw_only=True, omit_defaults=True):
     generation_prompt: int = 0
     flags: int = 0
     prompt_node: int = -1
-    reply_node: int = -1
     sibling: int = 0
     branch: int = 0
     options: bytes = b""

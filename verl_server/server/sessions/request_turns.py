@@ -81,13 +81,11 @@ class RequestTurns:
 
     def begin(self, caller: SessionCaller, rid: str | None, index: int) -> None:
         """Reserve the turn of sample `index`."""
-        names = self.rids
-        abort = partial(self._abort, index)
         key, body = (None, b"") if self._replay is None else (self._replay.key, self._replay.digest)
-        turn = self._ledger.begin(caller, self._next, key, body, abort)
+        turn = self._ledger.begin(caller, self._next, key, body, lambda: self._manager.abort_request(self.rids[index]))
         self.samples.append(turn)
         name = f"{turn.session.id}/{turn.turn if rid is None else rid}"
-        names.append(name if index == 0 or rid is None else f"{name}-{index}")
+        self.rids.append(name if index == 0 or rid is None else f"{name}-{index}")
 
     def repeat(self, turn: StoredTurn) -> None:
         """Let the next sample be a turn that was sampled before."""
@@ -98,9 +96,6 @@ class RequestTurns:
     def recorded(self) -> dict[int, list[BatchTokenIDOut]]:
         """The samples that were sampled before: index -> tokens, as the scheduler sent them."""
         return {k: recorded_tokens(turn) for k, turn in enumerate(self.samples) if isinstance(turn, StoredTurn)}
-
-    def _abort(self, index: int) -> None:
-        self._manager.abort_request(self.rids[index])
 
     def sampling(self, turn: OpenTurn | StoredTurn, given: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of one turn."""

@@ -68,7 +68,7 @@ class OpenTurn:
     key: bytes | None
     """Idempotency key."""
     resampled: bool
-    abort: Callable[[], None] | None = None
+    abort: Callable[[], object] | None = None
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ids_plan import plan_behind, plan_ids
 from verl_server.server.sessions.reading import in_session, session_body
 from verl_server.server.sessions.request_turns import ReplyShape, RequestTurns
-from verl_server.server.sessions.session import OpenTurn, Session, SessionCaller
+from verl_server.server.sessions.session import Session, SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.slices import Slices
@@ -231,27 +231,21 @@ class SessionTurns:
         slices = Slices()
         for turn in turns.samples:
             params.append(turns.sampling(turn, given))
-            prompts.append(_prompt(turn))
+            prompts.append(turn.prompt_ids() if isinstance(turn, StoredTurn) else unpack(turn.prompt))
             await slices.end()
         if shape.clamps:
             room = self._manager.text.bounds.longest - len(prompts[0])
             for each in params:
                 each["max_new_tokens"] = min(each["max_new_tokens"], max(room, 0))
         request = msgspec.structs.replace(read.request, return_logprob=True, session_id=None, conversation_id=None)
-        if len(params) == 1:
-            request.sampling_params, request.rid = params[0], turns.rids[0]
-            return msgspec.structs.replace(read, request=request, prompts=prompts)
-        request.sampling_params, request.rid = params, turns.rids
-        return msgspec.structs.replace(read, request=request, prompts=prompts, is_single=False)
+        is_one = len(params) == 1
+        request.sampling_params, request.rid = (params[0], turns.rids[0]) if is_one else (params, turns.rids)
+        return msgspec.structs.replace(read, request=request, prompts=prompts, is_single=read.is_single and is_one)
 
 
 def _replay_of(request: Request) -> Entry | None:
     replay: Entry | None = request.scope.get("state", {}).get("replay")
     return replay
-
-
-def _prompt(turn: OpenTurn | StoredTurn) -> list[int]:
-    return turn.prompt_ids() if isinstance(turn, StoredTurn) else unpack(turn.prompt)
 
 
 def _named(request: Request, given: SessionParams) -> SessionCaller:

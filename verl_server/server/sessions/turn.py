@@ -81,7 +81,6 @@ class Turn(TurnFields, kw_only=True):
                 generation_prompt=self.generation_prompt,
                 end_token=self.end_token,
                 in_reasoning=bool(self.flags & IN_REASONING),
-                aborted=bool(self.flags & ABORTED),
                 calls=[(call["id"], call["name"]) for call in calls],
                 options=self.options,
                 text=self.completion,

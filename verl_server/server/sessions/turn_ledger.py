@@ -99,7 +99,7 @@ class TurnLedger:
         next: NextTurn,
         key: bytes | None,
         body: bytes,
-        abort: Callable[[], None] | None = None,
+        abort: Callable[[], object] | None = None,
     ) -> OpenTurn:
         """Reserve a turn. Each call needs a `commit` or a `cancel`. `abort` is called if the session ends meanwhile."""
         root = self._open_session(caller)
@@ -142,7 +142,7 @@ class TurnLedger:
         reply = finished.reply
         flags = IN_REASONING * reply.in_reasoning | ABORTED * finished.aborted | RESAMPLED * turn.resampled
         calls = [{"id": i, "name": name, "arguments": arguments} for i, name, arguments in reply.calls]
-        reply_node = self._reply_node(turn, reply)
+        self._append_reply(turn, reply)
         record = TurnRecord(
             session=session.id,
             turn=turn.turn,
@@ -152,7 +152,6 @@ class TurnLedger:
             generation_prompt=finished.next.generation_prompt,
             flags=flags,
             prompt_node=turn.prompt_node,
-            reply_node=reply_node,
             sibling=turn.sibling,
             branch=turn.branch,
             options=finished.next.options,
@@ -334,12 +333,11 @@ class TurnLedger:
         session.conversations += 1
         return f"{AUTOMATIC}{session.conversations}"
 
-    def _reply_node(self, turn: OpenTurn, reply: ReplyMessage) -> int:
-        """Append the reply to the message tree, and return its node; -1 for a turn without messages."""
-        if turn.prompt_node < 0:
-            return -1
-        nodes = turn.session.nodes
-        return nodes.append_reply(turn.prompt_node, turn.turn, ASSISTANT, reply.digest, reply.reasoning)
+    def _append_reply(self, turn: OpenTurn, reply: ReplyMessage) -> None:
+        """Append the reply to the message tree, if the turn has messages."""
+        if turn.prompt_node >= 0:
+            nodes = turn.session.nodes
+            nodes.append_reply(turn.prompt_node, turn.turn, ASSISTANT, reply.digest, reply.reasoning)
 
 
 def _derived(seed: int, what: bytes, ordinal: int = 0) -> int:

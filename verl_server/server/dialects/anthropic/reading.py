@@ -102,10 +102,8 @@ def _end_of_call(output: ChatOutput) -> str | None:
 
     Raise BadRequestError if the format has none, and no grammar permits one call only.
     """
-    if not output.tools or output.grammar is not None:
-        return None
     format = output.format.tool_format
-    if format is None:
+    if format is None or not output.tools or output.grammar is not None:
         return None
     if not format.close:
         raise BadRequestError(

@@ -146,7 +146,7 @@ class Choices(abc.ABC):
         return b""
 
     def _usage_tail(self, state: ReqState) -> bytes:
-        if not self._body.wants_usage_in_each_chunk:
+        if not self._body.streaming.continuous_usage_stats:
             return b""
         return b',"usage":' + orjson.dumps(self.usage([state]))
 

@@ -250,12 +250,9 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
             raise BadRequestError("return_meta_info is not available in a stream: set stream=false.")
 
     @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def wants_usage_in_each_chunk(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+    def streaming(self) -> StreamOptions:
+        """The options of the stream, or the defaults."""
+        return self.stream_options or StreamOptions()
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):

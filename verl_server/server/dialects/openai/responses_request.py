@@ -167,6 +167,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "presence_penalty",
             "repetition_penalty",
             "parallel_tool_calls",
+            "top_logprobs",
             "stream",
             "request_id",
             "extra_key",
@@ -176,8 +177,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         ]
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         chat = ChatCompletionRequest(max_tokens=self.max_output_tokens, logprobs=self.wants_logprobs, **given)
-        if self.wants_logprobs:
-            chat.top_logprobs = self.top_logprobs
         if self.text is not None and self.text.format is not None:
             response_format_schema("text.format", self.text.format)  # raises an error that names text.format
             chat.response_format = self.text.format

@@ -292,7 +292,7 @@ async def _frames(generation: Generation, choices: Choices, body: OpenAIRequest)
         async for i, state in generation.updates():
             if frames := await choices.frames(i, state):
                 yield frames
-        if body.wants_usage:
+        if body.streaming.include_usage:
             yield choices.usage_frame(generation.states)
     except VerlServerError as error:
         content = error_content(error)

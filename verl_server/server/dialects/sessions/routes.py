@@ -168,12 +168,12 @@ class SessionApi:
             await slices.end()
         root = session.root
         self._ledger.read(session)
-        binary = MSGPACK in request.headers.get("accept", "")
-        columns = binary or query.get("format") == "columns"
         head = SessionTrajectory(
             session.id, root.state, root.reason, session.reward, root.record.group, root.record.metadata, []
         )
-        return await _written(head, found, columns=columns, binary=binary)
+        if MSGPACK in request.headers.get("accept", ""):
+            return StreamingResponse(_as_msgpack(head, found), media_type=MSGPACK)
+        return StreamingResponse(_as_json(head, found, query.get("format") == "columns"), media_type=JSON)
 
     async def _branches(self, session: Session, mask: Any, retries: bool, first: int) -> list[Branch]:
         from verl_server.server.sessions.trajectory import branches
@@ -230,24 +230,20 @@ def _truth(query: Any, name: str, default: bool) -> bool:
     return bool(value == "true")
 
 
-async def _written(head: SessionTrajectory, found: list[Branch], *, columns: bool, binary: bool) -> Response:
-    """Return the trajectory, encoded one branch at a time, so that the loop can do other work."""
+async def _as_json(head: SessionTrajectory, found: list[Branch], columns: bool) -> AsyncIterator[bytes]:
+    """Yield a trajectory as JSON, one branch at a time, so that the loop can do other work."""
+    yield msgspec.json.encode(head).removesuffix(b"]}")
+    for i, branch in enumerate(found):
+        yield (b"," if i else b"") + _json(_fields(branch, columns))
+    yield b"]}"
 
-    async def json() -> AsyncIterator[bytes]:
-        yield msgspec.json.encode(head).removesuffix(b"]}")
-        for i, branch in enumerate(found):
-            yield (b"," if i else b"") + _json(_fields(branch, columns))
-        yield b"]}"
 
-    async def packed() -> AsyncIterator[bytes]:
-        start = msgspec.msgpack.encode(head)
-        yield (
-            start[:-1] + b"\xdd" + struct.pack(">I", len(found))
-        )  # an array of a 32-bit length, instead of an empty one
-        for branch in found:
-            yield msgspec.msgpack.encode(_fields(branch, columns))
-
-    return StreamingResponse(packed() if binary else json(), media_type=MSGPACK if binary else JSON)
+async def _as_msgpack(head: SessionTrajectory, found: list[Branch]) -> AsyncIterator[bytes]:
+    """Yield a trajectory as msgpack, one branch at a time."""
+    # The branches are an array of a 32-bit length, in place of the empty one of the head.
+    yield msgspec.msgpack.encode(head)[:-1] + b"\xdd" + struct.pack(">I", len(found))
+    for branch in found:
+        yield msgspec.msgpack.encode(_fields(branch, True))
 
 
 def _json(fields: dict[str, Any]) -> bytes:
