@@ -47,7 +47,7 @@ class Engine(EngineBase):
             self.scheduler_info = self._processes.wait_ready()
             if self._processes.manager is not None:
                 self._manager_or_none: TokenizerManager | None = self._processes.manager
-                self._info = InfoApi(self._processes.manager, self.server_args)
+                self._info = InfoApi(self._processes.manager)
             else:
                 self._manager_or_none = None
         except BaseException:
@@ -124,7 +124,7 @@ class Engine(EngineBase):
     def get_model_info(self) -> ModelInfo:
         from verl_server.server.dialects.sglang.info_routes import model_info
 
-        return cast(ModelInfo, model_info(self.tokenizer_manager, self.server_args))
+        return cast(ModelInfo, model_info(self.tokenizer_manager))
 
     def wait(self) -> None:
         """Block until the scheduler ranks of this node end. Call it on all nodes except the first."""

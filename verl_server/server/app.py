@@ -81,15 +81,15 @@ def operations(
     """Return the operations of all dialects, and those that describe them."""
     turns, limit = SessionTurns(manager, sessions.turns), server_args.max_request_bytes
     dialects = [
-        *NativeApi(manager, server_args, turns).operations(),
+        *NativeApi(manager, turns).operations(),
         *HealthApi(manager).operations(),
-        *InfoApi(manager, server_args).operations(),
-        *ControlApi(manager, server_args, rules).operations(),
-        *OpsApi(manager, server_args).operations(),
-        *OpenAIApi(manager, server_args, turns).operations(),
-        *VllmApi(manager, server_args, rules).operations(),
-        *VllmControlApi(manager, server_args).operations(),
-        *AnthropicApi(manager, server_args, turns).operations(),
+        *InfoApi(manager).operations(),
+        *ControlApi(manager, rules).operations(),
+        *OpsApi(manager).operations(),
+        *OpenAIApi(manager, turns).operations(),
+        *VllmApi(manager, rules).operations(),
+        *VllmControlApi(manager).operations(),
+        *AnthropicApi(manager, turns).operations(),
         *SessionApi(sessions.ledger, lambda: manager.controls.weight_version, limit).operations(),
         *SglangSessionApi(sessions.ledger, manager.finish_hint, limit).operations(),
     ]

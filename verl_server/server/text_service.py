@@ -117,7 +117,7 @@ class TextService:
 
     @property
     def worker_pids(self) -> list[int]:
-        return [*self._short.pids, *self._long.pids, *self.grammars.worker_pids]
+        return [*self._short.pids, *self._long.pids, *self.grammars.workers.pids]
 
     async def close(self) -> None:
         await asyncio.gather(self._short.close(), self._long.close(), self.grammars.close())

@@ -74,11 +74,6 @@ class AnswerLog:
         """Number of pieces."""
         return len(self._ends) or len(self._pieces)
 
-    @property
-    def packed_size(self) -> int:
-        """Bytes of the three buffers of a packed log."""
-        return len(self._packed_start) + len(self._body) + self._ends.itemsize * len(self._ends)
-
     def send(self, message: Message) -> None:
         """Append a message of the application."""
         if message["type"] == "http.response.start":
@@ -111,8 +106,8 @@ class AnswerLog:
             end += 1
         return b"".join(self._pieces[place:end]), end
 
-    def pack(self) -> None:
-        """Store a complete answer in three buffers. Readers read on from their places."""
+    def pack(self) -> int:
+        """Store a complete answer in three buffers, and return their bytes. Readers read on from their places."""
         assert self.is_complete and self._start is not None
         headers = [(bytes(name), bytes(value)) for name, value in self._start.get("headers", [])]
         self._packed_start = msgspec.msgpack.encode((self.status, headers))
@@ -123,6 +118,7 @@ class AnswerLog:
         # A copy: encoders return bytes that keep the memory of a larger buffer, and a join of one piece is this piece.
         self._body = bytes(bytearray().join(self._pieces))
         self._start, self._pieces = None, []
+        return len(self._packed_start) + len(self._body) + self._ends.itemsize * len(self._ends)
 
     def next_change(self) -> asyncio.Event:
         """Return the event that the next message, or the end, sets."""

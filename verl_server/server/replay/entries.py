@@ -136,8 +136,7 @@ class Entries:
         if entry.log.size > self._most_entry_bytes:
             entry.is_too_large = True
             entry.log = _mark(entry.log)
-        entry.log.pack()
-        entry.size = _KEPT_BYTES + entry.log.packed_size
+        entry.size = _KEPT_BYTES + entry.log.pack()
         entry.expires = asyncio.get_running_loop().time() + self._ttl
         self._running.discard(entry)
         self._kept[entry] = None

@@ -264,28 +264,24 @@ class Session:
     async def tree(self) -> AsyncIterator[TurnInfo]:
         """Yield the finished turns without their tokens, in slices."""
         slices = Slices()
-        for i, turn in enumerate(list(self.turns)):
+        for number, turn in enumerate(list(self.turns)):
             if turn is not None:
                 await slices.end()
-                yield _turn_info(i, turn)
-
-
-def _turn_info(number: int, turn: Turn) -> TurnInfo:
-    return TurnInfo(
-        turn=number,
-        parent=turn.parent,
-        shared=turn.shared,
-        prompt_tokens=turn.prompt_tokens,
-        output_tokens=turn.output_tokens,
-        finish_reason=turn.finish[0],
-        sibling=turn.sibling,
-        spans=list(turn.spans),
-        calls=[] if turn.calls is None else msgspec.json.decode(turn.calls),
-        times=turn.times,
-        delivered=bool(turn.flags & DELIVERED),
-        aborted=bool(turn.flags & ABORTED),
-        resampled=bool(turn.flags & RESAMPLED),
-    )
+                yield TurnInfo(
+                    turn=number,
+                    parent=turn.parent,
+                    shared=turn.shared,
+                    prompt_tokens=turn.prompt_tokens,
+                    output_tokens=turn.output_tokens,
+                    finish_reason=turn.finish[0],
+                    sibling=turn.sibling,
+                    spans=list(turn.spans),
+                    calls=[] if turn.calls is None else msgspec.json.decode(turn.calls),
+                    times=turn.times,
+                    delivered=bool(turn.flags & DELIVERED),
+                    aborted=bool(turn.flags & ABORTED),
+                    resampled=bool(turn.flags & RESAMPLED),
+                )
 
 
 def _open_size(turn: OpenTurn) -> int:

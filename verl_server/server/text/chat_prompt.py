@@ -153,7 +153,7 @@ def read_chat_prompt(
         format=format,
         tools=bool(offered),
         thinking_open=thinking_open,
-        keeps_special_tokens=any(map(text.is_special, tag_ids.values())),
+        keeps_special_tokens=any(map(text.tokens.is_special, tag_ids.values())),
         types=parameter_types(offered) if format.needs_types else {},
         grammar=grammar,
         calls_first=schema is not None and bool(offered),

@@ -76,7 +76,7 @@ class GrammarChecks:
         self, workers: TextWorkers, refusal: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`refusal` is the reason why this server refuses all grammars, if it does."""
-        self._workers = workers
+        self.workers = workers
         self._refusal = refusal
         self._clock = clock
         self._results: OrderedDict[Grammar, _Result] = OrderedDict()
@@ -105,7 +105,7 @@ class GrammarChecks:
 
     async def _run(self, grammar: Grammar) -> CheckedGrammar:
         try:
-            checked = await self._workers.run(CHECK_GRAMMAR, msgspec.msgpack.encode(grammar))
+            checked = await self.workers.run(CHECK_GRAMMAR, msgspec.msgpack.encode(grammar))
         except BadRequestError as error:
             expires = self._clock() + _KILLED_SECONDS if isinstance(error, JobKilledError) else None
             self._remember(grammar, None, str(error), expires)
@@ -125,11 +125,7 @@ class GrammarChecks:
             _, oldest = self._results.popitem(last=False)
             self._length -= oldest.length
 
-    @property
-    def worker_pids(self) -> list[int]:
-        return self._workers.pids
-
     async def close(self) -> None:
         """Fail the running checks, and end the workers."""
-        await self._workers.close()
+        await self.workers.close()
         await asyncio.gather(*self._running.values(), return_exceptions=True)

@@ -121,7 +121,7 @@ class TextTools:
         """
         self.limits = limits
         self.bounds = bounds
-        self._tokens = tokens
+        self.tokens = tokens
         self._templates = templates
         self._parsers = parsers
         self._default_format = default_format
@@ -164,12 +164,8 @@ class TextTools:
 
     def tag_ids(self, tags: Sequence[str]) -> dict[str, int]:
         """Return tag -> id of the tags that are single added tokens of the tokenizer."""
-        found = {tag: self._tokens.token_id(tag) for tag in tags}
+        found = {tag: self.tokens.token_id(tag) for tag in tags}
         return {tag: token for tag, token in found.items() if token is not None}
-
-    def is_special(self, token: int) -> bool:
-        """Return True if the token is left out of a text without special tokens."""
-        return self._tokens.is_special(token)
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text. Raise ContextLengthError for more text than the server tokenizes."""
@@ -180,10 +176,10 @@ class TextTools:
                 f"{length} characters of text; this server accepts at most {most} (setting max_text_length)."
             )
         self._check_place(length)
-        return [self._tokens.encode(text, add_special_tokens) for text in texts]
+        return [self.tokens.encode(text, add_special_tokens) for text in texts]
 
     def decoder(self, skip_special_tokens: bool) -> Decoder:
-        return self._tokens.decoder(skip_special_tokens)
+        return self.tokens.decoder(skip_special_tokens)
 
     def prompts(self, given: Sequence[str | list[int]], kept: Sequence[int | None] | None = None) -> list[Ids]:
         """Return the token ids of prompts, checked against the model. The prompts must be all texts or all ids.

@@ -63,7 +63,7 @@ SGLANG_RESPONSES = words("chat_template_kwargs request_id session_id priority ex
 def routes(call: Caller) -> dict[str, Operation]:
     manager, args = call.stack.manager, call.stack.args
     turns = SessionTurns(manager, SessionService(manager, args).ledger)
-    return {each.path: each for each in OpenAIApi(manager, args, turns).operations()}
+    return {each.path: each for each in OpenAIApi(manager, turns).operations()}
 
 
 @pytest.mark.parametrize(

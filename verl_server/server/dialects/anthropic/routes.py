@@ -31,7 +31,6 @@ from verl_server.server.http.responses import EventStream, error_headers, json_r
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server_args import ServerArgs
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -47,9 +46,8 @@ _ERROR_TYPES = {
 
 
 class AnthropicApi:
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, turns: SessionTurns) -> None:
+    def __init__(self, manager: TokenizerManager, turns: SessionTurns) -> None:
         self._manager, self._turns = manager, turns
-        self._args = server_args
 
     def operations(self) -> list[Operation]:
         known: dict[str, Any] = {
@@ -85,7 +83,7 @@ class AnthropicApi:
             read.next,
             ReplyShape("messages", read.output, clamps=True),
         )
-        model = self._args.served_model_name or self._manager.controls.model_path
+        model = self._manager.server_args.served_model_name or self._manager.controls.model_path
         writer = MessageWriter(read, model, generation.states[0])
         headers = {"request-id": writer.id}
         if read.request.stream:

@@ -83,9 +83,15 @@ class Choices(abc.ABC):
                 choice["meta_info"] = {"session": state.session}
             choices.append(write_json(choice))
             await slices.end()
-        response: dict[str, Any] = {"id": self._name(states[0]), "object": self.object_name, "created": self.created}
-        response |= {"model": self._model, "choices": choices, "usage": self.usage(states)}
-        response |= {"metadata": weight_versions(states)} | await self.response_fields(states)
+        response: dict[str, Any] = {
+            "id": self._name(states[0]),
+            "object": self.object_name,
+            "created": self.created,
+            "model": self._model,
+            "choices": choices,
+            "usage": self.usage(states),
+            "metadata": weight_versions(states),
+        } | await self.response_fields(states)
         if self._body.return_cached_tokens_details:
             details = {"device": sum(state.cached_tokens for state in states[:: self._body.n]), "host": 0}
             response["sglext"] = response.get("sglext", {}) | {"cached_tokens_details": details}

@@ -64,16 +64,14 @@ from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text.text_tools import Job
 from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server_args import ServerArgs
 
 _Read = ReadCompletion | ReadChat | ReadResponse
 _STREAMED = (JSON, EVENTS)
 
 
 class OpenAIApi:
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, turns: SessionTurns) -> None:
+    def __init__(self, manager: TokenizerManager, turns: SessionTurns) -> None:
         self._manager, self._turns = manager, turns
-        self._args = server_args
         self._created = int(time.time())
 
     def operations(self) -> list[Operation]:
@@ -141,7 +139,7 @@ class OpenAIApi:
 
     @property
     def _model_name(self) -> str:
-        return self._args.served_model_name or self._manager.controls.model_path
+        return self._manager.server_args.served_model_name or self._manager.controls.model_path
 
     def _model_card(self) -> dict[str, Any]:
         self._manager.check_serving()

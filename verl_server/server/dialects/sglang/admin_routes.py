@@ -50,7 +50,6 @@ from verl_server.server.http.responses import (
 )
 from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import given_fields, names_of_unknown
 from verl_server.web.json_convert import read_struct
 
@@ -91,9 +90,8 @@ _PAYLOAD_KEYS = ("weight_version", "num_tensors", "not_covered", "lease_seconds"
 
 
 class ControlApi:
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> None:
+    def __init__(self, manager: TokenizerManager, rules: AccessRules) -> None:
         self._manager = manager
-        self._args = server_args
         self._rules = rules
 
     def operations(self) -> list[Operation]:
@@ -169,7 +167,7 @@ class ControlApi:
 
     async def post_process_weights(self, request: Request) -> Response:
         """Do nothing, because weights are not quantized here. Older clients call this route after their updates."""
-        await read_json(request, self._args.max_request_bytes)
+        await read_json(request, self._manager.server_args.max_request_bytes)
         self._manager.check_serving()
         return json_response({"success": True, "message": "Success"})
 
@@ -225,7 +223,7 @@ class ControlApi:
         return await unless_disconnected(request, self._manager.control(req))
 
     async def _parse(self, request: Request, kind: type[S], *, carries_tensors: bool = False) -> S:
-        body = await read_json(request, self._args.max_request_bytes, carries_tensors=carries_tensors)
+        body = await read_json(request, self._manager.server_args.max_request_bytes, carries_tensors=carries_tensors)
         if body is None:
             body = {}
         known = set(kind.__struct_fields__) - {"id"}

@@ -19,7 +19,6 @@ from verl_server.server.http.operation import JSON, TEXT, Operation
 from verl_server.server.http.responses import json_response
 from verl_server.server.metrics import CONTENT_TYPE, gauges_text
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server_args import ServerArgs
 
 _STATE_TIMEOUT = 2.0
 """Longest time to wait for the scheduler's figures, which a long update may delay."""
@@ -29,9 +28,8 @@ _INCLUDES = {"core", "spec", "lora", "all", *_SECTIONS}
 
 
 class InfoApi:
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
+    def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
-        self._args = server_args
         self._started = time.time()
 
     def operations(self) -> list[Operation]:
@@ -71,7 +69,7 @@ class InfoApi:
 
     async def model_info(self, request: Request) -> Response:
         """Return a `ModelInfo`."""
-        return json_response(model_info(self._manager, self._args))
+        return json_response(model_info(self._manager))
 
     async def weight_version(self, request: Request) -> Response:
         """Return {"weight_version"}."""
@@ -84,16 +82,17 @@ class InfoApi:
             raise BadRequestError(f"config_format must be json or text, not {given!r:.100}.")
         info = await self.server_info_dict()
         if given is not None:
-            config = vllm_config(self._args, self._manager.scheduler_info, self._manager.controls.model_path)
+            manager = self._manager
+            config = vllm_config(manager.server_args, manager.scheduler_info, manager.controls.model_path)
             info["vllm_config"] = config if given == "json" else str(config)
         return json_response(info)
 
     async def server_info_dict(self) -> dict[str, Any]:
         state = await self._internal_state()
-        info = self._args.public_dict() | self._manager.scheduler_info
+        info = self._manager.server_args.public_dict() | self._manager.scheduler_info
         pause = self._manager.controls.pause
         return info | {
-            "tokenizer_path": self._args.tokenizer_path or self._args.model_path,
+            "tokenizer_path": self._manager.server_args.tokenizer_path or self._manager.server_args.model_path,
             "device": str(info["device"]).partition(":")[0],  # the setting; `scheduler_info` has rank 0's device
             "dp_size": 1,
             "pp_size": 1,
@@ -134,7 +133,7 @@ class InfoApi:
                 "timestamp": datetime.now(UTC).isoformat(),
                 "version": __version__,
                 "accelerator": self._manager.scheduler_info.get("device"),
-                "num_accelerators": self._args.tp_size,
+                "num_accelerators": self._manager.server_args.tp_size,
                 "loads": [load],
             }
         )
@@ -198,7 +197,7 @@ class InfoApi:
 
     async def metrics(self, request: Request) -> Response:
         """Return Prometheus metrics as text; 404 if `enable_metrics` is off."""
-        if not self._args.enable_metrics:
+        if not self._manager.server_args.enable_metrics:
             raise HTTPException(404, "Metrics are off (enable_metrics=False)")
         try:
             state = await self._internal_state()
@@ -213,11 +212,11 @@ def _gigabytes(nbytes: int) -> float:
     return round(nbytes / 2**30, 3)
 
 
-def model_info(manager: TokenizerManager, server_args: ServerArgs) -> dict[str, Any]:
+def model_info(manager: TokenizerManager) -> dict[str, Any]:
     """Return the body of `/model_info`, which `Engine.get_model_info` returns too."""
     manager.check_serving()
     assert manager.model_text is not None
-    config = manager.model_text.config
+    config, server_args = manager.model_text.config, manager.server_args
     return {
         "model_path": manager.controls.model_path,
         "served_model_name": server_args.served_model_name or manager.controls.model_path,

@@ -19,7 +19,6 @@ from verl_server.server.http.operation import BOTH, TEXT, Operation
 from verl_server.server.http.responses import json_response, message_error, read_json, unless_disconnected
 from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MOST_NAMES
 from verl_server.web.json_convert import read_struct
 
@@ -68,8 +67,8 @@ class ConfigureLoggingReq(msgspec.Struct, kw_only=True):
 
 
 class OpsApi:
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
-        self._manager, self._args = manager, server_args
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
 
     def operations(self) -> list[Operation]:
         return [
@@ -150,7 +149,7 @@ class OpsApi:
 
     async def _body(self, request: Request, fields: Iterable[str], refused: dict[str, str]) -> dict[str, Any]:
         """Return the body, which may have `fields`. Raise BadRequestError if a field of `refused` is set."""
-        body = await read_json(request, self._args.max_request_bytes)
+        body = await read_json(request, self._manager.server_args.max_request_bytes)
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
         self._manager.check_serving()

@@ -37,16 +37,14 @@ from verl_server.server.packed_prompts import split_prompt
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns, session_of
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MalformedBodyError
 
 
 class NativeApi:
     """Handlers of SGLang's routes that do not change the server."""
 
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, turns: SessionTurns) -> None:
+    def __init__(self, manager: TokenizerManager, turns: SessionTurns) -> None:
         self._manager, self._turns = manager, turns
-        self._args = server_args
 
     def operations(self) -> list[Operation]:
         return [
@@ -77,7 +75,7 @@ class NativeApi:
         server-sent event is the `GenerateResult` so far, or only what is new with the setting
         `incremental_streaming_output`, and the last event is `[DONE]`. Tokens that arrive while the client reads an
         event are in its next event."""
-        body = await read_body(request, self._args.max_request_bytes)
+        body = await read_body(request, self._manager.server_args.max_request_bytes)
         self._manager.check_serving()
         with self._turns.notes_overflow(session_of(request)):
             if (packed := request.headers.get(PROMPT_HEADER)) is not None:
@@ -97,7 +95,7 @@ class NativeApi:
 
     async def _frames(self, generation: Generation) -> AsyncIterator[bytes]:
         try:
-            async for frame in generation.frames(self._args.incremental_streaming_output):
+            async for frame in generation.frames(self._manager.server_args.incremental_streaming_output):
                 yield sse(frame)
         except VerlServerError as error:
             kind = "invalid_request_error" if error.status_code < 500 else "server_error"

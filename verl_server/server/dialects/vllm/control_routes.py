@@ -41,7 +41,6 @@ from verl_server.server.http.operation import POST, Handler, Operation
 from verl_server.server.http.responses import json_response, read_json, unless_disconnected
 from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import MOST_NAMES, given_fields, names_of_unknown
 from verl_server.web.json_convert import read_struct
 
@@ -88,8 +87,8 @@ class VllmControlApi:
     `_serve` makes a route of a call. `/collective_rpc` calls those in `methods`.
     """
 
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
-        self._manager, self._args = manager, server_args
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
         self._sleep = Sleep(manager)
         self._transfer = transfer = WeightTransfer()
         self.methods: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -195,7 +194,7 @@ class VllmControlApi:
 
     async def reload_weights(self, carry_out: CarryOut, weights_path: Any = msgspec.UNSET) -> dict[str, Any]:
         """Return {"status": "ok"}, when the weights of the server's start are loaded again."""
-        path = self._args.model_path if weights_path is msgspec.UNSET else path_text(weights_path)
+        path = self._manager.server_args.model_path if weights_path is msgspec.UNSET else path_text(weights_path)
         await carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
         return {"status": "ok"}
 
@@ -206,7 +205,7 @@ class VllmControlApi:
     async def get_world_size(self, request: Request) -> Response:
         """Return {"world_size"}: the number of tensor-parallel ranks."""
         query_flag(request, "include_dp", True)
-        return json_response({"world_size": self._args.tp_size})
+        return json_response({"world_size": self._manager.server_args.tp_size})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Return {"success"}. False: running requests hold the cache."""
@@ -259,7 +258,7 @@ class VllmControlApi:
         result = await method(self._carry_out(request), **_arguments(method, body.args, body.kwargs))
         if isinstance(result, dict):  # the answer of a route, where the method of vLLM's workers returns nothing
             result = None
-        return json_response({"results": [result] * self._args.tp_size})
+        return json_response({"results": [result] * self._manager.server_args.tp_size})
 
     async def check_health(self, carry_out: CarryOut) -> None:
         """Wait for an answer of the scheduler."""
@@ -267,7 +266,7 @@ class VllmControlApi:
 
     async def device_uuid(self, carry_out: CarryOut) -> str:
         """Return the UUID of the GPU."""
-        if self._args.tp_size > 1:
+        if self._manager.server_args.tp_size > 1:
             raise BadRequestError("The UUIDs of the GPUs of several ranks are not known here; use /server_info.")
         uuid = self._manager.scheduler_info.get("device_uuid")
         return f"GPU-{uuid}" if uuid else "CPU"
@@ -303,7 +302,8 @@ class VllmControlApi:
         return carry_out
 
     async def _parse(self, request: Request, kind: type[S], refused: Mapping[str, str] = {}) -> S:
-        body = await read_json(request, self._args.max_request_bytes, carries_tensors=kind in _CARRY_TENSORS)
+        limit = self._manager.server_args.max_request_bytes
+        body = await read_json(request, limit, carries_tensors=kind in _CARRY_TENSORS)
         given = given_fields(body)
         for name, remedy in refused.items():
             if given.get(name) not in (None, False):

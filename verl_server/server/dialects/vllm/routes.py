@@ -32,7 +32,6 @@ from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.server_args import ServerArgs
 from verl_server.web.json_body import names_of_unknown
 from verl_server.web.json_convert import read_struct
 
@@ -54,8 +53,8 @@ class AbortRequestsReq(msgspec.Struct, kw_only=True):
 class VllmApi:
     """Handlers of vLLM's routes that do not change the server."""
 
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> None:
-        self._manager, self._args, self._rules = manager, server_args, rules
+    def __init__(self, manager: TokenizerManager, rules: AccessRules) -> None:
+        self._manager, self._rules = manager, rules
         self._generations: dict[str, Generation] = {}
         """Unanswered requests to `/inference/v1/generate`, by the caller's name."""
 
@@ -92,7 +91,7 @@ class VllmApi:
         `stop_reason` and `weight_versions`. With `stream`, each server-sent event has the tokens since the last event,
         and the last event is `[DONE]`."""
         refuse_session(request, "/inference/v1/generate", "/generate or /v1/completions with token ids")
-        body = await read_body(request, self._args.max_request_bytes)
+        body = await read_body(request, self._manager.server_args.max_request_bytes)
         manager = self._manager
         manager.check_serving()
         read = await run_job(request, manager.text, INFERENCE, body)
@@ -118,7 +117,7 @@ class VllmApi:
 
     @property
     def _model_name(self) -> str:
-        return self._args.served_model_name or self._manager.controls.model_path
+        return self._manager.server_args.served_model_name or self._manager.controls.model_path
 
     def _check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError for the name of an adapter, `model:adapter`. Other names are not compared."""
@@ -130,7 +129,7 @@ class VllmApi:
     async def abort_requests(self, request: Request) -> Response:
         """Return {"status", "aborted"}: the number of requests that were running. Each of them ends with its partial
         output. To abort all requests is a control call. A name that no request has is ignored."""
-        body = await read_json(request, self._args.max_request_bytes)
+        body = await read_json(request, self._manager.server_args.max_request_bytes)
         named = read_struct(body, AbortRequestsReq)
         judge_unknown(request, names_of_unknown(body, named))
         wanted = named.request_ids
