@@ -192,10 +192,14 @@ def _json_calls(lark: _Lark, tools: Owners, arguments: str) -> str:
     return lark.one_of(calls)
 
 
-def _hermes(lark: _Lark, tools: Owners, parallel: bool) -> str:
-    call = _json_calls(lark, tools, "arguments")
+def _tagged(lark: _Lark, call: str, parallel: bool) -> str:
+    """Match one call or several, each on lines of its own between the tags of Hermes and Qwen3-Coder."""
     tagged = f'{lark.tag("<tool_call>")} "\\n" {call} "\\n" {lark.tag("</tool_call>")}'
     return _list(tagged, '"\\n"', parallel)
+
+
+def _hermes(lark: _Lark, tools: Owners, parallel: bool) -> str:
+    return _tagged(lark, _json_calls(lark, tools, "arguments"), parallel)
 
 
 def _llama3(lark: _Lark, tools: Owners, parallel: bool) -> str:
@@ -217,9 +221,7 @@ def _mistral(lark: _Lark, tools: Owners, parallel: bool) -> str:
 
 
 def _qwen3_coder(lark: _Lark, tools: Owners, parallel: bool) -> str:
-    call = lark.one_of([_xml_call(lark, owner, tool) for owner, tool in tools.items()])
-    tagged = f'{lark.tag("<tool_call>")} "\\n" {call} "\\n" {lark.tag("</tool_call>")}'
-    return _list(tagged, '"\\n"', parallel)
+    return _tagged(lark, lark.one_of([_xml_call(lark, owner, tool) for owner, tool in tools.items()]), parallel)
 
 
 _NOT_OF_PROPERTIES = (

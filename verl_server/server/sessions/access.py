@@ -1,4 +1,4 @@
-"""Which session a request belongs to, and what a session key permits.
+"""`SessionAccess` finds the session that a request belongs to, and decides what a session key permits.
 
 A session is named by its key, as API key or in the path (`/s/KEY/v1/...`), or by the header X-Session-ID beside an
 owner's key. `SessionPathMiddleware` is the outermost: it removes a key from the path in place, so that no log and no
