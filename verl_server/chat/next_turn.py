@@ -58,7 +58,7 @@ def plan_next_turn(
     `options` are those of `ChatTemplates.render`, with the template's `tools`. `render` returns the text of messages as
     `template_messages` returns them. `token_text` returns the text of one token, special tokens included.
 
-    Raises BadRequestError if the template refuses the messages, or if they cannot follow `view.previous`.
+    Raise BadRequestError if the template refuses the messages, or if they cannot follow `view.previous`.
     """
     ends = EndTokens(view.end_tokens, token_text)
     return _Planner(view, options, tools, render, encode, format, ends).plan(messages)

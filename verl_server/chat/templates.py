@@ -153,7 +153,7 @@ class ChatTemplates:
 def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> list[str]:
     """Return the names in `variables` that the template does not read.
 
-    Raises BadRequestError if such a name is not accepted for every template.
+    Raise BadRequestError if such a name is not accepted for every template.
     """
     for name in _LISTS:
         if variables.get(name) and name not in template.variables:

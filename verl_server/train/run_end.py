@@ -12,7 +12,6 @@ If a rank is gone, or an optimizer step failed halfway, nothing is saved, and th
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -29,8 +28,6 @@ import torch.distributed as dist
 from verl_server.errors import VerlServerError
 from verl_server.train.ranks import SaveGroup
 from verl_server.train.stopping import RunStoppedError, StopRequest
-
-logger = logging.getLogger(__name__)
 
 _POLL = 0.2
 """Seconds between two reads of the store."""

@@ -7,7 +7,6 @@ the same requests and write the same updates in the same order.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Protocol
 
 import msgspec
@@ -22,8 +21,6 @@ from verl_server.worker.device import is_out_of_memory
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.weights.prepared import Prepared
 from verl_server.worker.weights.stager import Staged
-
-logger = logging.getLogger(__name__)
 
 
 class StopCommand(msgspec.Struct, tag=True):

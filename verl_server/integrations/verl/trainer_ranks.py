@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,8 +22,6 @@ import torch.distributed as dist
 from verl_server.engine.joint_ranks import JointRanks
 from verl_server.engine.rank_group import RankGroup
 from verl_server.errors import UnansweredError
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

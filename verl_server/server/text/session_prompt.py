@@ -28,7 +28,7 @@ def plan_prompt(
 ) -> tuple[PlannedTurn, list[str]]:
     """Return (plan of the next turn, names of the options that the template does not use).
 
-    `tools` are those that the template gets, in `options` too. Raises BadRequestError for what the template refuses.
+    `tools` are those that the template gets, in `options` too. Raise BadRequestError for what the template refuses.
     """
     # The new messages are rendered without tools, which must not choose another one of several templates.
     options = {**options, "chat_template": text.template(options).source}
