@@ -133,7 +133,7 @@ class SessionExistsError(SessionError):
 
 
 class IdempotencyConflictError(SessionError):
-    """The idempotency key came before with another body."""
+    """The idempotency key was used before, with another request body."""
 
     status_code = 409
 

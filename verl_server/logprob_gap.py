@@ -67,8 +67,10 @@ class LogprobGap:
 
     @staticmethod
     def sums(gap: LogprobGap | None) -> tuple[list[float], float]:
-        """([tokens, summed difference, summed KL], largest): add the former over ranks, and take the maximum of the
-        latter."""
+        """Return ([tokens, summed difference, summed KL], largest difference).
+
+        Over ranks, add the elements of the list, and take the maximum of the largest difference.
+        """
         if gap is None:
             return [0.0, 0.0, 0.0], 0.0
         return [float(gap.tokens), gap.mean * gap.tokens, gap.kl * gap.tokens], gap.largest
@@ -110,8 +112,8 @@ class GapAlarm:
     """Judges the gap of each step of a run."""
 
     def __init__(self, dtype: torch.dtype, *, bounds: GapBounds | None = None, stops: bool = True) -> None:
-        """`dtype`: that of the passes of both sides. `bounds`: instead of those of the dtype. `stops`: whether a gap
-        may end the run."""
+        """`dtype`: the dtype of the passes of both sides. `bounds` replace the bounds of the dtype. `stops`: True if
+        a gap may end the run."""
         self.bounds = bounds or BOUNDS[dtype]
         self._dtype, self._stops = str(dtype).removeprefix("torch."), stops
         self._means: deque[float] = deque(maxlen=_GROWING_STEPS)

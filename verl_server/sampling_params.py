@@ -22,9 +22,9 @@ LogprobsMode = Literal["default", "raw", "sampling"]
 """The distribution of the log-probabilities of output tokens; see `SamplingParams.logprobs_mode`."""
 
 PolicyLogprobs = Literal["same", "given", "unknown"]
-"""The place of the policy's log-probabilities of the output tokens: log-softmax(model's logits / temperature), which is
-what a trainer computes. "same": they are the reported ones. "given": they stand beside the reported ones, because these
-are of edited logits. "unknown": the reported ones are of edited logits, and nobody computed the policy's."""
+"""The policy's log-probability of an output token is log-softmax(model's logits / temperature), which a trainer
+computes. "same": it is the reported log-probability. "given": it is returned beside the reported log-probability, which
+is of edited logits. "unknown": the reported log-probability is of edited logits, and the policy's was not computed."""
 
 EDITS = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),

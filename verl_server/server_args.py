@@ -83,8 +83,8 @@ class ServerArgs:
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; default: `model_path`."""
     tokenizer_pipeline: Literal["transformers", "file"] = "transformers"
-    """Where normalizer, pre-tokenizer and decoder come from. transformers: as its tokenizer has them, which for some
-    models (qwen2) are not those of tokenizer.json; a difference is warned of. file: those of tokenizer.json."""
+    """Source of the normalizer, pre-tokenizer and decoder. `transformers`: the parts of its tokenizer, which for some
+    models (qwen2) differ from tokenizer.json; the log warns of a difference. `file`: the parts of tokenizer.json."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer. The server accepts and returns token ids only, and refuses `text` and chat."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -218,8 +218,8 @@ class ServerArgs:
     """Seconds without a call after which an open weight-update transaction is abandoned."""
     weight_receive_bytes: int = 2 * 2**30
     """Memory for tensors from a process group, in bytes. Tensors that fit are received while generation continues. For
-    larger updates generation waits, and tensors are received and copied in windows of half this size. On a GPU it is
-    less if the other parts of the memory leave less, but at least 256 MiB of it; the log warns then."""
+    larger updates generation waits, and tensors are received and copied in windows of half this size. On a GPU this
+    memory is smaller if the other parts leave less, but at least 256 MiB. The log warns if it is smaller."""
     enable_weights_cpu_backup: bool = False
     """Keep the contents of released weights in host memory, and restore them on resume. Off: they need an update."""
     fused_weight_copy: bool = True
@@ -314,7 +314,8 @@ class ServerArgs:
     session_ttl: float = 3600.0
     """Seconds without a request after which an open session expires."""
     session_retention: float = 600.0
-    """Seconds that a finished session is kept after its trajectory was read. One that nobody read is kept for a day."""
+    """Seconds that a finished session is kept after its trajectory was read. A session that was never read is kept for
+    a day."""
     replay_grace: float = 60.0
     """Seconds for which a generation goes on after its client's connection broke, so that a retry can join it. For
     requests with an `Idempotency-Key`, and in sessions."""

@@ -26,7 +26,7 @@ HEAD, SYSTEM, USER, ASSISTANT, TOOL, OTHER = range(6)
 _ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _HEAD_OPTIONS = ("tools", "documents", "chat_template")
-"""Template options that change the beginning of a prompt. They belong to the head, the others to one turn."""
+"""Template options that change the beginning of a prompt: the options of the head. Other options belong to one turn."""
 NO_REASONING = bytes(8)
 
 NODE = struct.Struct("<iiB3s16s8sii")

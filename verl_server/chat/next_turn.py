@@ -312,7 +312,7 @@ class _Planner:
 
 
 class _Place:
-    """Where a conversation leaves the tree."""
+    """The place at which the messages of a request leave the tree of stored turns."""
 
     def __init__(self, match: Match, messages: Sequence[Message], keys: Sequence[MessageKey]) -> None:
         self.match = match

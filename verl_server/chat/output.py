@@ -133,7 +133,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
         return self.tool_format is not None and self.tool_format.needs_types
 
     def after(self, prompt: str) -> OutputFormat:
-        """Return the format of the output after this prompt: without reasoning if the prompt ends with an end of it."""
+        """Return the output's format after `prompt`: without reasoning if `prompt` ends with reasoning's end tag."""
         reasoning = self.reasoning_format
         if reasoning is None or not prompt.rstrip().endswith(reasoning.close):
             return self
@@ -336,7 +336,10 @@ class OutputParser:
         self._after_tag = True
 
     def _add(self, kind: type[ReasoningDelta] | type[ContentDelta], text: str, more: bool) -> None:
-        """Add text to the deltas, without white space next to a tag. With `more`, hold white space at the end back."""
+        """Add text to the deltas, without white space next to a tag.
+
+        If `more` is True, more text may follow: hold back trailing white space.
+        """
         if self._after_tag:
             text = text.lstrip(WHITE_SPACE)
             if not text:

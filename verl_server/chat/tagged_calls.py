@@ -210,8 +210,8 @@ class XmlCall(CallReader):
 
 
 def _as_json(value: str, allowed: frozenset[str]) -> str:
-    """Return a value as JSON text of an allowed type, or as a string. What is JSON of another type stays as it is where
-    no string is allowed, so that the tool can say what is wrong."""
+    """Return a value as JSON text of an allowed type, or as a string. If no string is allowed, return JSON of another
+    type unchanged, so that the tool can report what is wrong."""
     stripped = value.strip()
     for text in (_json(stripped), _json_of_python(stripped)):
         if text is not None and ("string" not in allowed or _type_of(text) in allowed):

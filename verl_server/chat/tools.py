@@ -170,7 +170,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _types(schema: Any, root: dict[str, Any], left: list[int]) -> frozenset[str]:
-    """Return the types that a schema allows: a string if it says nothing, every type if that cannot be told.
+    """Return the types that a schema allows: "string" if it names no type, every type if they are unknown.
 
     `left` counts down the schemas that may still be read, because references may lead in circles.
     """

@@ -54,9 +54,9 @@ class RolloutArgs:
     """File of this run: each trajectory is one line, written when it ends. Missing folders are created. The settings
     are in FILE.run.json beside it. A file that has the trajectories of another run is refused."""
     resume: bool = False
-    """Continue the run in `--out`. Episodes that the policy ended are not played again. Those that failed or have no
-    sampled token are, and their lines are replaced. The settings must be equal, except those of servers, bounds of time
-    and the number of episodes."""
+    """Continue the run in `--out`. Episodes that the policy ended are not played again. Episodes that failed or have no
+    sampled token are played again, and their lines are replaced. The settings must be equal, except the settings of
+    servers, time limits and the number of episodes."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer. None is the server's."""
     chat: bool = True

@@ -159,7 +159,7 @@ def _message(response: httpx.Response | Answer) -> tuple[str, object]:
 
 
 def control_reply(response: Answer) -> ControlReply:
-    """Return the scheduler's reply in the answer of a control route. A refusal is a reply; other faults raise."""
+    """Return the scheduler's reply, with `success` False for a refusal. Raise any other error as `raise_for` does."""
     if response.status_code != 200:
         kind = response.headers.get("X-Verl-Error", "")
         if kind in _FAULTS or not kind:

@@ -28,7 +28,7 @@ _PEEKED = 1 << 16
 
 
 class Headers:
-    """The headers of an answer. Of a repeated header, the first value counts."""
+    """The headers of an answer. If a header is repeated, its first value is used."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
         self._values: dict[str, str] = {}

@@ -31,8 +31,8 @@ class JointRanks:
     """The ranks of all engines of a mesh, with the methods of `RankGroup`."""
 
     def __init__(self, engine: RankGroup, everyone: RankGroup, engine_places: list[int]) -> None:
-        """`engine`: the ranks of this rank's engine. `everyone`: all ranks. `engine_places`: positions of the former in
-        the latter."""
+        """`engine`: the ranks of this rank's engine. `everyone`: all ranks. `engine_places`: the positions of
+        `engine`'s ranks in `everyone`."""
         self._engine, self._everyone, self._engine_places = engine, everyone, engine_places
         self.rank, self.size = engine.rank, engine.size
 

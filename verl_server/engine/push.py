@@ -267,9 +267,10 @@ class ServerRegistrations:
         register: bool,
         can_be_kept: bool,
     ) -> Push:
-        """Return the push of the tensors `names_id` in the memory `id`, and hold the storages of this memory.
+        """Return the `Push` of a set of tensors, and keep references to the storages of its memory.
 
-        `register`: the caller asked for a registration.
+        `names_id` identifies the set, and `id` its memory. `storages` is called if `id` is not held yet.
+        `register`: the caller requested a registration.
         `can_be_kept`: every change of this memory would be noticed.
         """
         known = self._sets.setdefault(names_id, _Set())

@@ -95,7 +95,7 @@ class GrammarCompiler:
         """Number of words of a mask."""
 
     def _compare(self, content: dict[str, Any], vocab_size: int) -> None:
-        """Raise BadRequestError if llguidance reads other bytes from a token than the tokenizer's decoder gives."""
+        """Raise BadRequestError if llguidance and the tokenizer's decoder decode a token into different bytes."""
         for token, spelled in spelled_tokens(content, _MOST_COMPARED):
             if token >= vocab_size or b"\xff" in spelled:  # no UTF-8 text has 0xFF, llguidance's mark of special tokens
                 continue

@@ -1,6 +1,6 @@
 """`MaskExecutor`: advances matchers, and computes their masks in threads, without the interpreter's lock.
 
-The scheduler has one for its steps. Compilations and trials use `fill`.
+`StepMasks` owns a `MaskExecutor` and calls `start` and `consume` for each step. Trials of grammars call `fill`.
 
 Most masks take some 7 microseconds, so a few threads suffice. A few masks take milliseconds. When all threads are held
 up by such masks, another thread goes on with the rows that are left.

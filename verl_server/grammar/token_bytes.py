@@ -46,9 +46,10 @@ def spelling(decoder: dict[str, Any] | None) -> Spell | None:
 
 
 def with_one_kind(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer's content for a reader that follows the first kind of bytes that it finds in the decoder.
+    """Return a tokenizer's content, in which ByteLevel alone replaces a decoder of several steps that has ByteLevel.
 
-    A decoder of several steps that has ByteLevel becomes ByteLevel alone, which gives each token the same bytes.
+    ByteLevel alone decodes each token into the same bytes. A reader that uses the first kind of decoder that it finds
+    then decodes correctly.
     """
     steps = _steps(content.get("decoder"))
     level = [part for part in steps if part.get("type") == "ByteLevel"]

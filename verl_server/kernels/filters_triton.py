@@ -44,8 +44,8 @@ def lowest_kept(
 
     The lowest logit is -inf if the filters keep all tokens. `logits`, `scales` and `index` are those of
     `kernels.sampling`, and `weights` its result for them. `top_k` [n] int32, `top_p` [n] fp64 and `log_min_p` [n] fp32
-    are the filters of each row: at least the size of the vocabulary, at least 1 and -inf for no filter. `by_count` and
-    `by_mass` tell whether any row has top-k and top-p.
+    are the filters of each row: at least the size of the vocabulary, at least 1 and -inf for no filter. `by_count` is
+    False if no row has top-k, `by_mass` is False if no row has top-p.
     """
     n, vocab, blocks = len(scales), logits.shape[1], weights.shape[2]
     assert logits.stride(1) == 1

@@ -92,8 +92,9 @@ def draw_rows(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token for each row, given `weigh` of the same rows with the same `lowest`.
 
-    `greedy` [n] bool, `keys` [n] int64 and the results are those of `draw.choose`. With `norms` [2, n], the
-    log-probabilities are those of the rows whose `norms` they are, and +inf for a row without tokens.
+    `greedy` [n] bool, `keys` [n] int64 and the results are those of `draw.choose`. If `norms` [2, n] fp32 is passed,
+    the log-probabilities are normalized by it (it may belong to the rows before filters) instead of by `weights`. Then
+    the log-probability is +inf for a row without tokens.
     """
     n, vocab = len(scales), logits.shape[1]
     ids = torch.empty(n, dtype=torch.int64, device=logits.device)

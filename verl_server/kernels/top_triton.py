@@ -33,8 +33,8 @@ def top(
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probabilities [n, num] fp32, ids [n, num] int64) of the most likely tokens, the most likely first.
 
-    The other arguments are those of `kernels.sampling`, and its results for them. `num` is at most `MOST`, and at most
-    the number of tokens.
+    `logits`, `scales`, `index` and `lowest` are arguments of `kernels.sampling.weigh`, `weights` is its result, and
+    `norms` is a result of `kernels.sampling.norms`. `num` is at most `MOST` and at most the number of tokens.
     """
     n, vocab, blocks = len(scales), logits.shape[1], weights.shape[2]
     logprobs = torch.empty((n, num), dtype=torch.float32, device=logits.device)

@@ -99,8 +99,8 @@ class MetaInfo(TypedDict):
     output_token_sampling_mask: NotRequired[list[list[int]]]
     """With `return_sampling_mask`: the ids that each output token was drawn from, the most likely first."""
     output_token_sampling_logprobs: NotRequired[list[float | list[float]]]
-    """With `return_sampling_mask`: the log-probability of each output token among these ids or, with
-    `sampling_logprobs_mode` "support", those of all of these ids."""
+    """With `return_sampling_mask`: the log-probability of each output token, normalized over the ids of its mask. With
+    `sampling_logprobs_mode` "support": a list with the log-probability of each id of the mask."""
     output_token_sampling_mask_length: NotRequired[int]
     """Length of `output_token_sampling_mask`."""
 
@@ -174,7 +174,7 @@ class InternalState(TypedDict, total=False):
     num_retracted_reqs: int
     """Requests in the queue that were started and lost their KV cache."""
     num_waiting_uncached_tokens: int
-    """Tokens of the requests in the queue. What the prefix cache holds of them is not known before they start."""
+    """Tokens of the requests in the queue. Cached tokens are included: they are unknown before a request starts."""
     num_total_tokens: int
     """`num_used_tokens` + `num_waiting_uncached_tokens`."""
     num_used_tokens: int

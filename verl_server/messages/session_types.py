@@ -1,7 +1,7 @@
 """What a session is on the wire: the bodies of `/sessions` and its trajectory.
 
-The server's session routes write them; `rollout` reads them. Ids are int32, loss masks 0 or 1. Log-probabilities are
-the default ones of `SamplingParams.logprobs_mode`, and the policy's are beside them. Times are Unix seconds.
+The server's session routes write them; `rollout` reads them. Ids are int32, loss masks 0 or 1. `logprobs` are those of
+the mode "default" of `SamplingParams.logprobs_mode`; `policy_logprobs` are the policy's. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -189,12 +189,12 @@ class Branch(msgspec.Struct, frozen=True):
     weight_versions: list[VersionSpan]
     rewards: list[RewardBody] = []
     policy_logprobs: Any = None
-    """None if those of all turns are the "same" as `logprobs`. Else a list or a float32 column, parallel to `ids`: the
+    """None if all turns have `policy_logprobs` "same". Otherwise a list or a float32 column, parallel to `ids`: the
     policy's log-probability of each sampled token, null (NaN in a column) if it is unknown; 0.0 for tokens that were
     read."""
     has_choice: Any = None
-    """None if no mask was counted. Else a list of 0 and 1, or a uint8 column: 0 for a token that was read, and for one
-    that was sampled although no other one was allowed, which says nothing about the policy."""
+    """None if no mask was counted. Otherwise a list of 0 and 1, or a uint8 column: 0 for a token that was read, and for
+    a sampled token that was the only allowed token, which says nothing about the policy."""
 
 
 class SessionTrajectory(msgspec.Struct, frozen=True):

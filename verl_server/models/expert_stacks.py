@@ -1,4 +1,4 @@
-"""Experts as one tensor: the names that transformers 5 gives the parameters of a mixture of experts.
+"""Experts stacked in one tensor, under the names of transformers 5 for the parameters of a mixture of experts.
 
 A checkpoint has one tensor for each expert and projection. A trainer's model has two parameters for all experts of a
 layer: `gate_up_proj` [experts, 2 x intermediate, hidden], whose first half are the gates, and `down_proj` [experts,
@@ -40,7 +40,7 @@ def expert_stacks(slots: Mapping[str, WeightSlot]) -> dict[str, WeightStack]:
 
 
 def expanded_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a checkpoint for those of a model whose experts are stacked."""
+    """Return name -> shape in the checkpoint for `shapes`, name -> shape in a model with stacked experts."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         members = _members(name, shape)
@@ -49,7 +49,7 @@ def expanded_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[in
 
 
 def expanded_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, view) of the checkpoint's tensors in a tensor of a model: itself, or those of a stack."""
+    """Yield (name, view) of each checkpoint tensor in a model's tensor: the tensor itself, or each part of a stack."""
     members = _members(name, tuple(tensor.shape))
     if not members:
         yield name, tensor

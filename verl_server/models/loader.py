@@ -91,7 +91,7 @@ class WeightMap:
     """Installs some of the tensors in place of pieces, for an engine that arranges its weights itself."""
     unserved: frozenset[str] = frozenset()
     """Slots that the model reads on no rank, such as layers of the checkpoint that the engine leaves out. An update may
-    bring them, and is whole without them."""
+    contain these slots, and is complete without these slots."""
 
     def add(self, slots: Iterable[WeightSlot]) -> None:
         for slot in slots:
@@ -100,7 +100,7 @@ class WeightMap:
 
     @cached_property
     def parameters(self) -> Collection[str]:
-        """The names that a whole update brings, in model order: one for each slot that is served."""
+        """The names of the tensors of a complete update, in model order: one name for each slot that is served."""
         return [name for name in self.slots if name not in self.unserved] if self.unserved else self.slots
 
     def canonical(self, name: str) -> str:

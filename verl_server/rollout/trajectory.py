@@ -120,11 +120,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     logprobs: list[float] = []
     """Log-probability of each sampled token, from the server at sampling time. 0.0 for tokens that were read."""
     policy_logprobs: list[float | None] = []
-    """[] if those of the policy are `logprobs`. Else the log-probability of each sampled token under the policy, None
-    if it is unknown, and 0.0 for tokens that were read."""
+    """[] if `logprobs` are the policy's log-probabilities. Otherwise the policy's log-probability of each token: None
+    for a sampled token if it is unknown, and 0.0 for tokens that were read."""
     has_choice: list[int] = []
-    """[] if each sampled token was one of several. Else 1 for such a token, and 0 for one beside which a mask allowed
-    no other, and for tokens that were read."""
+    """[] if each sampled token had alternatives. Otherwise one number for each token: 1 for a sampled token that had
+    alternatives, 0 for a sampled token that was the only one allowed, and 0 for tokens that were read."""
     weight_versions: list[str] = []
     """Version of the weights that sampled each token. "" for tokens that were read."""
     turns: list[Turn] = []

@@ -213,7 +213,7 @@ class Sampler:
         self._batch: _Batch | None = None
 
     def forget(self) -> None:
-        """Hold nothing of the last batch: a launch that failed may have left it half updated."""
+        """Forget the last batch, because a launch that failed may have left its state half updated."""
         self._batch = None
         self._penalties.forget()
         self._masks.forget()

@@ -20,7 +20,7 @@ NOTHING_ALLOWED = math.inf
 
 @dataclass(slots=True, eq=False)
 class SampleSpec:
-    """The part of a request that the sampler reads. The scheduler builds it once; the lists are those of the request.
+    """The part of a request that the sampler reads. The scheduler builds it once. Its lists are the request's own.
 
     Specs are compared by identity: a batch of the same specs has the same parameters.
     """
@@ -40,7 +40,7 @@ class SampleSpec:
     token_ids_logprob: list[int] | None = None
     """Token ids whose log-probabilities are requested."""
     sampling_mask_num: int = 0
-    """Most tokens of the distribution that was drawn from which are returned; 0: not requested."""
+    """Largest number of tokens to return of the distribution from which the token was drawn; 0: not requested."""
     bad_words_ids: list[list[int]] = field(default_factory=list)
     """Token sequences whose last token is forbidden after the other ones."""
     has_grammar: bool = False

@@ -54,7 +54,7 @@ class TokenCounts:
         """(ids of the last step, indices into these, their lines), not counted yet."""
 
     def set_batch(self, specs: Sequence[SampleSpec], places: Sequence[int]) -> Ints:
-        """Give a line to each of `specs`, and take back those of all other requests. Return the lines, int64 [n].
+        """Assign a line to each of `specs`, and free the lines of other requests. Return the assigned lines, int64 [n].
 
         `places` [n] are the indices of the rows in the ids that each step samples.
         """

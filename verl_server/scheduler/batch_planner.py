@@ -165,7 +165,7 @@ class BatchPlanner:
         """Return the next step, which must be launched at once, or None if there is nothing to run.
 
         `only_started` admits no request that was not started before (a drain). `settled` is False while a step is in
-        flight: no request is retracted then, and None may also mean that one must be, after the step was collected.
+        flight. Then no request is retracted, and None may mean: collect the step and plan again, to retract a request.
         """
         retracted = False
         while True:

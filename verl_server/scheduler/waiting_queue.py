@@ -30,8 +30,8 @@ SchedulePolicy = Literal["lpm", "fcfs"]
 _OVERDUE_PARTS = 64
 """Parts of `max_age`, in each of which one request of each priority may become overdue."""
 _OVERDUE_SHARE = 256
-"""If more than this number have waited for `max_age`, one of so many becomes overdue in each part. So the last of 1,000
-becomes overdue within 10 times `max_age`, instead of 17."""
+"""If more requests than this number have waited for `max_age`, one for each `_OVERDUE_SHARE` of them becomes overdue in
+each part of `max_age`. So the last of 1,000 becomes overdue within 10 times `max_age`, instead of 17."""
 
 
 class WaitingQueue:

@@ -116,7 +116,7 @@ class Generation:
         return results[0] if self._is_single else results
 
     async def _build(self) -> None:
-        """Build the results of samples with candidates, in slices, because one takes as long as many other results."""
+        """Build results with candidates, in slices: each takes as much time as many results without candidates."""
         slices = Slices()
         while self._unbuilt:
             await slices.end()

@@ -278,7 +278,10 @@ class ReqState:
         return "given" if len(self.output_policy) == len(self.output_ids) else "unknown"
 
     def _policy(self, start: int) -> dict[str, Any]:
-        """Return what is known of the policy's distribution at the output tokens from `start` on."""
+        """Return fields of `meta_info`: `policy_logprobs`, and columns `POLICY` (if "given") and `CHOICE` (if known).
+
+        The columns begin with output token `start`. They are packed if the request is `columnar`, else lists.
+        """
         known = self.policy_logprobs
         found: dict[str, Any] = {"policy_logprobs": known}
         if known == "given":
@@ -348,7 +351,7 @@ class ReqState:
 
     @property
     def _at_once(self) -> int:
-        """Most candidates that are encoded with their result, without slices."""
+        """Largest number of candidates that are encoded together with their result, without slices."""
         return _AT_ONCE if self._logprob_decode is None else _AT_ONCE_WITH_TEXT
 
     async def write_candidates(self) -> None:

@@ -241,8 +241,8 @@ class TokenizerManager:
     def abort_request(self, rid: str = "", abort_all: bool = False) -> bool:
         """Ask the scheduler to end one request or all. Callers get partial output. An unknown `rid` is ignored.
 
-        One that has arrived, and that the scheduler does not know yet, ends at its hand-over, without a token. Return
-        True if any request was running that this concerns.
+        A request that has arrived, but that the scheduler does not know yet, ends at its hand-over, without a token.
+        Return True if at least one of the aborted requests was running.
         """
         if abort_all:
             were_running = bool(self._states)

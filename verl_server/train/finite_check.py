@@ -61,7 +61,7 @@ def gradients_error(policy: Policy) -> NonFiniteError:
 
 
 def _broken_weight(policy: Policy) -> str | None:
-    """Describe the first weight whose shard on this rank is not finite in the dtype of the passes."""
+    """Describe the first weight whose shard on this rank is not finite in the dtype of the passes, or return None."""
     for name, weight in policy.stored_weights():
         if not _is_finite(_local(weight).to(policy.compute_dtype)):
             return f"The weight {name} is not finite in that dtype"

@@ -142,7 +142,10 @@ class RunFolder:
             append_jsonl(self.path / "errors.jsonl", failures)
 
     def record_untrained(self, step: int, rank: int, trajectories: Sequence[Trajectory]) -> None:
-        """Append the episodes of a rank that ended in a step which the run does not complete. Every rank calls it."""
+        """Append `trajectories`, which ended in a step that the run does not complete, to the jsonl file of `rank`.
+
+        Every rank calls it with its own trajectories.
+        """
         if trajectories:
             self.path.mkdir(parents=True, exist_ok=True)  # a rank of another machine may have a folder of its own
             append_jsonl(self.path / f"untrained-rank{rank}.jsonl", labelled(trajectories, step=step))

@@ -17,7 +17,7 @@ def section(title: str, content: str, note: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
-    """Return a row of figures as HTML. Each is the text (value, name, note)."""
+    """Return a row of figures as HTML. Each figure is (value, name, note), which are text and are escaped here."""
     cards = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span><i>{escape(note)}</i></div>'
         for value, name, note in figures

@@ -10,5 +10,5 @@ from starlette.types import Scope
 
 
 def first_headers(scope: Scope) -> dict[bytes, bytes]:
-    """Return lower-case name -> value. Of a repeated header, the first value counts."""
+    """Return lower-case name -> value. If a header is repeated, its first value is returned."""
     return dict(reversed(scope["headers"]))

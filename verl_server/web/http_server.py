@@ -1,4 +1,7 @@
-"""`GuardedServer`: a uvicorn server whose connections have bounds. `server.http_process` and `env_server` run it."""
+"""`GuardedServer`: a uvicorn server with bounds on the number of connections and on the headers of a request.
+
+`server.http_process` and `env_server` run it.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _is_origin_of(origin: str, host: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _is_own_name(host: str, own: str) -> bool:
-    """Return True if a Host header names the loopback interface. `own`: the host on which the server listens."""
+    """Return True if the Host header `host` names loopback or `own`, the host on which the server listens."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:

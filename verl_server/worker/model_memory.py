@@ -45,8 +45,10 @@ def allocate_weights(model: Decoder, device: torch.device) -> MemoryArena:
 
 
 def close_account(account: MemoryAccount, kv_bytes: int, tp: TpGroup, wanted: int) -> int:
-    """Close the account when the KV pool is allocated. Return the bytes of received weights that all ranks permit, at
-    most `wanted`."""
+    """Close the account after the KV pool was allocated. All ranks call it together.
+
+    Return the bytes for received weights: the smallest budget of all ranks. Log a warning if it is below `wanted`.
+    """
     account.close(kv_bytes)
     received = min(int(part) for part in tp.gather(str(account.received).encode()))
     logger.info("%s", account.table())

@@ -73,7 +73,7 @@ class Admission:
         return dropped
 
     def note(self, new: NewTokens) -> Accepted | None:
-        """Count the new tokens of a request, and drop it if they are its last. Return it, None if it has ended."""
+        """Count new tokens, and drop a request after its last token. Return the request, None if it had ended."""
         accepted = self.running.get(new.rid)
         if accepted is None:
             return None

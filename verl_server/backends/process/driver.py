@@ -95,4 +95,4 @@ class EngineDriver(Protocol):
         """
 
     def close(self) -> None:
-        """End all processes of the engine. Waits for them, with a bound. Idempotent."""
+        """End all processes of the engine, and wait until they have ended or a timeout has passed. Idempotent."""

@@ -62,9 +62,9 @@ class LayerwiseLoader:
         return [name for group in groups for name in sorted(self._members[group] - given)]
 
     def _whole_modules(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of each module when all of them have come. Copy those of the other modules.
+        """Yield the tensors of each complete module. Hold copies of the tensors of incomplete modules.
 
-        vLLM would fill what is missing of a module with whatever its memory holds.
+        vLLM would fill a missing tensor of a module with whatever its memory contains.
         """
         own: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
@@ -84,7 +84,7 @@ class LayerwiseLoader:
 def _packing_methods(live: LiveModel, group: str) -> Iterator[Any]:
     """Yield the methods in `group` that pack weights when they make their kernel, and not at a reload.
 
-    Those are the experts of a CPU (0.32). A captured CUDA graph would keep the old kernel.
+    In vLLM 0.32, the methods of experts on a CPU are such methods. A captured CUDA graph would keep the old kernel.
     """
     for path, module in live.model.named_modules() if live.device.type == "cpu" else ():
         method = getattr(module, "quant_method", None)

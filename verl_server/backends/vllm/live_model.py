@@ -45,7 +45,7 @@ class LiveModel:
     def kernels(self) -> dict[str, dict[str, object]]:
         """Return module -> the functions and kernels that it holds, by attribute.
 
-        One that a reload replaces may hold weights in a layout of its own, which no tensor of the module shows.
+        A kernel that a reload replaces may hold weights in a layout of its own, which no tensor of the module shows.
         """
         found = {}
         for path, module in self.model.named_modules():

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 class LoadPlan:
     def __init__(self, trace: LoadTrace, loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
-        """Take `loaded`, parameters in the format that is loaded, and `live`, the tensors that the kernels read."""
+        """Plan from `trace`. `loaded`: parameters as the loader fills them. `live`: the tensors that kernels read."""
         self._trace, self._live = trace, live
         self.reloaded: dict[str, str] = {}
         """Module that goes through the reload -> the reason."""
@@ -59,9 +59,9 @@ class LoadPlan:
                 self.reload(module, reason)
 
     def groups(self, names: Iterable[str]) -> dict[str, str]:
-        """Return for each tensor of the checkpoint a name of the modules that are loaded together with it.
+        """Return tensor of the checkpoint -> the group of modules that is loaded with it, named by one of its modules.
 
-        A tensor that reaches no parameter of this rank, and whose values decide nothing, is not among them.
+        The result lacks a tensor that reaches no parameter of this rank and whose values the loader does not read.
         """
         leader: dict[str, str] = {}
 

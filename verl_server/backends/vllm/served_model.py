@@ -69,7 +69,9 @@ class ServedModel:
             torch.cuda.synchronize(self.device)
 
     def _proved_loader(self, slots: dict[str, WeightSlot], tp: TpGroup) -> LayerwiseLoader:
-        """Give slots their pieces, and return the loader of the others. All ranks load the same tensors.
+        """Set the pieces of slots that copies can write, and return the loader of the other slots.
+
+        All ranks load the same tensors with the loader.
 
         Note the tensors that vLLM reads on no rank, such as layers for the prediction of several tokens.
 

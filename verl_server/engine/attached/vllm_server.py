@@ -148,7 +148,7 @@ class VllmServer:
         return found
 
     def _logprobs_mode(self) -> str | None:
-        """Return vLLM's setting, None if the server does not tell it."""
+        """Return vLLM's setting `logprobs_mode`, or None if the server does not report it."""
         answer = self._transport.probe("/server_info?config_format=json")
         if answer.status_code != 200:
             return None
@@ -183,7 +183,7 @@ class VllmServer:
             raise WeightUpdateError(f"{self.name} could not drop the KV cache of its running requests.")
 
     def _reset_cache(self, query: str, timeout: float) -> bool:
-        """Empty the prefix cache. Return False if requests hold pages of it. Older versions do not tell."""
+        """Empty the prefix cache. Return False if requests hold pages. Older versions of vLLM return True."""
         found = self._post(f"/reset_prefix_cache{query}", None, timeout)
         return not (isinstance(found, dict) and found.get("success") is False)
 

@@ -49,7 +49,7 @@ class ServerAdapter(BaseRollout):
         device_mesh: DeviceMesh | None,
         replica_rank: int = -1,
     ) -> None:
-        """`replica_rank` is -1 if the ranks of the process group form several replicas, of consecutive ranks each."""
+        """If `replica_rank` is -1, it is computed: each replica has `tensor_model_parallel_size` consecutive ranks."""
         super().__init__(config, model_config, device_mesh)
         rank, size = int(os.environ["RANK"]), self.config.tensor_model_parallel_size
         self._replica_size = size
@@ -80,8 +80,10 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         """Copy `weights` into the server's weights, as version `global_steps` (None: a version without a number).
 
-        Every rank iterates `weights`, which bring every parameter: (name, tensor) pairs, `DTensor`s, or
-        `ShardedWeights`. `base_sync_done` is verl's and concerns adapters, which are refused (`peft_config`).
+        Every rank iterates `weights`, which must contain every parameter: (name, tensor) pairs, `DTensor`s, or
+        `ShardedWeights`. If `wire_format` is `WIRE_FORMAT`, the trainer writes the weights while they are iterated.
+        Raise NotImplementedError for `peft_config` (adapters) with "named_tensors", and for any other `wire_format`.
+        `base_sync_done` has no effect.
         """
         if wire_format == WIRE_FORMAT:
             async for _ in _asynchronous(weights):

@@ -157,7 +157,7 @@ class VerlServerCheckpointEngine(CheckpointEngine):
     async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> dict[str, Any]:
         """Make every server serve the weights of all trainer ranks, with the label `global_steps`.
 
-        All trainer ranks call it together. Every rank iterates `weights`, which bring every parameter: full tensors,
+        All trainer ranks call it together. Every rank iterates `weights`, which have every parameter: full tensors,
         or `ShardedWeights`. Raise on every rank if a server or a rank failed. A server then serves its old weights or
         the new weights, or refuses to generate until the next push that succeeds.
         """

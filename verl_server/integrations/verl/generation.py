@@ -135,7 +135,7 @@ def output_fields(result: GenerateResult, request: dict[str, Any]) -> dict[str, 
 
 
 def _policy_fields(meta: MetaInfo) -> dict[str, Any]:
-    """Return what is known of the policy's own log-probabilities, under the names of `MetaInfo`.
+    """Return the fields of `MetaInfo` about the policy's own log-probabilities. Leave out absent fields.
 
     verl reads `log_probs` only, as those of the rollout. A caller that forces tools, or sets penalties or a bias, finds
     here the values that its actor computes, and the tokens that had no alternative.

@@ -202,8 +202,8 @@ class ServerActor:
         server = self._running()
         self._rejecting = reject_request
         await asyncio.to_thread(server.pause_generation, "abort")
-        # Requests travel on other connections than the pause. One that was sent before the pause may arrive after it,
-        # and would wait for a resume that may never come. No request is sent meanwhile, so the number falls to 0.
+        # Requests and the pause use different connections. A request that was sent before the pause may arrive after
+        # it, and would wait for a resume that may never come. No request is sent meanwhile, so `_num_sent` falls to 0.
         deadline = time.monotonic() + server.server_args.control_timeout
         while self._rejecting and self._num_sent:
             if time.monotonic() > deadline:

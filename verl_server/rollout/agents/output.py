@@ -171,7 +171,7 @@ class RunFolder:
         _rewrite(self._trajectories, (t for t in trajectories if (t.task.group, t.member, t.attempt) in kept))
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the lock of the folder, so that another run may write there. The files stay."""
         self._claim.release()
 
     def add(self, episode: AgentEpisode) -> list[Trajectory]:

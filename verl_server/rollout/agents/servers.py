@@ -102,7 +102,7 @@ class ServerPool:
                 self._open[client] -= 1
 
     async def watch(self) -> None:
-        """Probe the servers that are away again and again, until this is cancelled."""
+        """Probe the unreachable servers every `PROBE_SECONDS`, until the task is cancelled."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             await self._probe()

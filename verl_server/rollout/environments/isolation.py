@@ -30,7 +30,10 @@ def check_isolation(isolation: str) -> None:
 
 
 def isolated(argv: Sequence[str], isolation: Isolation) -> list[str]:
-    """Return the command that runs `argv` under the isolation."""
+    """Return the command that runs `argv` in bubblewrap, or `argv` itself if `isolation` is "none".
+
+    Raise what `check_isolation` raises.
+    """
     check_isolation(isolation)
     if isolation == "none":
         return list(argv)

@@ -99,7 +99,7 @@ class ToolResult:
 
 
 class Toolbox:
-    """The tools of one class of environments: its declared ones, or `act` if it has an action schema only."""
+    """The tools of one environment class: the declared tools, or the tool `act` if it only has an action schema."""
 
     def __init__(self, name: str, factory: EnvFactory, action_schema: ActionSchema | None, timeout: float) -> None:
         """`timeout` bounds one call, in seconds. Raise BadRequestError if a tool's signature has no JSON schema."""

@@ -40,7 +40,10 @@ class KeptPages:
         self.count += count
 
     def held(self, node: PageNode) -> None:
-        """Note that a request holds the path to `node`. Its kept pages follow each other, up to those held before."""
+        """Note that a request holds the path to `node`, so that none of its pages counts as kept.
+
+        The kept pages of a path are consecutive. Above them are only pages that a request held before.
+        """
         while node.parent is not None and not node.is_kept:
             node = node.parent
         count = 0

@@ -1,8 +1,8 @@
 """`TransactionFence`: decides which calls may change weights while a transaction is open, and until when it stays open.
 
-Owned by rank 0's `ControlQueue`, which checks each weight call here. `worker/weights/transaction.py` records on each
-rank what the calls of a transaction wrote. A transaction without an id comes from an SGLang client, and calls without
-an id belong to it. docs/scheduler-states.md has the table.
+Rank 0's `ControlQueue` owns it, and checks each weight call with it. `worker/weights/transaction.py` records on each
+rank what the calls of a transaction wrote. An SGLang client opens a transaction without an id, and its calls have no
+id either. "Transactions" in docs/scheduler-states.md has the table of calls and answers.
 """
 
 from __future__ import annotations

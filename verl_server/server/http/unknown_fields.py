@@ -1,9 +1,9 @@
-"""Fields of a body, and query parameters, that no table of an operation has: misspelled ones are refused, others named.
+"""Unknown body fields and query parameters of an operation: misspelled names are refused, other names are reported.
 
-Clients are newer than the tables, so a name that is like no known one is accepted. It is counted by name in /metrics
-and named in the header `X-Verl-Unknown-Fields` of the answer. A name that is a slip away from a known one (`near_name`)
-is answered 400, unless it is a field of another operation: clients send one body to several dialects. With
-`unknown_fields="refuse"` each unknown name is answered 400.
+Clients may be newer than the server's tables, so a name that resembles no known name is accepted. It is counted by name
+in /metrics, and the header `X-Verl-Unknown-Fields` of the answer lists it. A name that resembles a known name
+(`near_name`) is answered 400, unless it is a field of another operation: clients send one body to several dialects.
+With `unknown_fields="refuse"` each unknown name is answered 400.
 
 Readers list the names with `json_body.names_of_unknown`, in a text worker if they run there. Handlers pass them to
 `judge_unknown`, before anything is generated or changed.
@@ -122,7 +122,7 @@ class _Judge:
         self._accept(names, "field")
 
     def judge_query(self, query: bytes) -> None:
-        """Accept the unknown names of the query, or raise BadRequestError."""
+        """Accept the unknown names of the query. Raise BadRequestError for a misspelled or refused name."""
         known = self._operation.query
         if not query:
             return

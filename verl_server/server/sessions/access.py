@@ -2,8 +2,8 @@
 
 A session is named by its key, as API key or in the path (`/s/KEY/v1/...`), or by the header X-Session-ID beside an
 owner's key. `SessionPathMiddleware` is the outermost: it removes a key from the path in place, so that no log and no
-error holds it. `AuthMiddleware` calls `SessionAccess.resolve` before any route. A session key permits operations that
-have `in_session` in its own session, and open ones, and nothing else: a new operation is closed.
+error holds it. `AuthMiddleware` calls `SessionAccess.resolve` before any route. A session key permits open
+operations, and in its own session also operations with `in_session`. Every other operation is refused.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def plan_behind(session: Session, number: int, kept: int, ids: Ids32) -> NextTur
 
 
 def _common_ids(ids: Ids32, turn: Turn) -> int:
-    """Return how many of a turn's own ids stand in `ids` behind the shared ones."""
+    """Return the number of leading ids of `turn`, after the shared ids, that `ids` has at the same places."""
     start = 4 * turn.shared
     found = common_prefix(ids[start : start + len(turn.prompt)], turn.prompt)
     if 4 * found == len(turn.prompt):

@@ -63,7 +63,7 @@ class Damage:
     """Bytes of the file; 0 if it is missing."""
     reason: str
     is_torn_end: bool = False
-    """The last journal of a server that was killed ends in a part of a record, which nobody was told to be stored."""
+    """True if a killed server's last journal ends in a part of a record, which the server had not acknowledged."""
 
     def __str__(self) -> str:
         return f"{self.path}, byte {self.offset}: {self.reason}"
@@ -347,7 +347,10 @@ class JournalFiles:
             raise
 
     def close(self) -> None:
-        """Note the size of the current file if all of it is on the disk, and release the folder."""
+        """Flush the current file, record its size, close it, and release the lock of the folder.
+
+        If an earlier write or flush failed, no size is recorded. An OSError is logged, not raised.
+        """
         try:
             if self._fd >= 0 and not self._is_torn:
                 self.sync()

@@ -48,9 +48,10 @@ def find_damage(folder: Path) -> list[Damage]:
 
 
 def repair(damage: Damage, header: HeaderRecord) -> Path | None:
-    """Give up what a file lost, and return the path of a copy of the file; None if it was missing.
+    """Cut a damaged file at its last whole record, or create a missing file, and end it with a `CutRecord`.
 
-    The copy is on disk before the file is changed. An earlier copy is never replaced.
+    Return the path of a copy of the damaged file, None if the file was missing. The copy is on disk before the file is
+    changed. An earlier copy is never replaced. A damaged `CURRENT` file is written anew.
     """
     path = damage.path
     copy = _copy(path) if path.exists() else None

@@ -20,7 +20,7 @@ _SAMPLING_BYTES = 256 * 1024
 _TEXT = 1024
 """Most characters of a group, of the name of a reward, and of the reason of an end."""
 _REWARDS = 16384
-"""Most rewards of a session. They are summed when one is recorded."""
+"""Largest number of rewards of a session. All rewards of a session are summed whenever a reward is recorded."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Bounds:
     ttl: float = 3600.0
     """Seconds without a request after which an open session expires."""
     retention: float = 600.0
-    """Seconds that a finished session is kept after its trajectory was read. One that nobody read is kept for a day."""
+    """Seconds that a finished session is kept after its trajectory was read. A session that was never read is kept for
+    a day."""
     max_sessions: int = 65536
     max_turn_tokens: int | None = None
     """Tokens of the longest sequence; None: the model's context."""

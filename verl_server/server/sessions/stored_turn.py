@@ -44,7 +44,7 @@ class StoredTurn:
 
     @property
     def overridden(self) -> dict[str, Any]:
-        """`BranchTurn.overridden`."""
+        """`BranchTurn.overridden`: parameters that the request set to other values than the session forces."""
         found = self.stored.overridden
         return msgspec.json.decode(found, type=dict[str, Any]) if found else {}
 

@@ -1,7 +1,7 @@
 """One generation of a session: `FinishedTurn` when it is done, and `Turn` in the ledger.
 
-A `Turn` has few bytes. Of the prompt it keeps only the ids behind those that the parent's sequence (prompt and output)
-has too; `sequence` joins them.
+A `Turn` is small: it does not store the ids at the beginning of its prompt that are also the beginning of the parent's
+sequence (prompt and output). `sequence` joins the shared ids and the stored ids.
 """
 
 from __future__ import annotations

@@ -59,7 +59,11 @@ class TurnLedger:
         return self._child(session, caller.child)
 
     def view(self, caller: SessionCaller, previous: str | None = None, *, repeats: bool = False) -> StoredView:
-        """Return the snapshot from which a text worker plans the next prompt. Raise what `opened` raises."""
+        """Return the snapshot from which a text worker plans the next prompt. Raise what `opened` raises.
+
+        `previous`: response id of the turn that the request continues. Raise SessionNotFoundError if it is unknown.
+        `repeats`: see `opened`.
+        """
         child = self.opened(caller, repeats=repeats)
         session = self._table.find(caller.session_id).root
         named = None if previous is None else self._previous(session, child, previous)

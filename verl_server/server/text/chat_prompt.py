@@ -1,6 +1,7 @@
-"""`read_chat_prompt`: the prompt of a chat request, and how its output is parsed. For the dialects with chats.
+"""`read_chat_prompt`: makes the prompt of a chat request, and decides how its output is parsed.
 
-It runs in text workers, inside the jobs of the dialects: rendering and the grammar of forced calls grow with the body.
+The chat dialects call it in text workers, inside their jobs, because the time for rendering and for the grammar of
+forced calls grows with the size of the body.
 """
 
 from __future__ import annotations

@@ -167,9 +167,9 @@ def _device_steps(pairs: list[Pair], device: torch.device, links: list[int]) -> 
 
 
 class TorchCopies:
-    """Copies by torch on a GPU, or between devices. They read their destinations again, for the largest number.
+    """Copies by torch on a GPU, or between devices. The destinations are then read, to find the largest magnitude.
 
-    A copy between devices takes many times as long as that. On one GPU, torch copies unusual views only.
+    A copy between devices takes many times as long as this reading. On one GPU, torch copies unusual views only.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:

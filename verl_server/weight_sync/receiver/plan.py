@@ -94,16 +94,17 @@ class UpdatePlan:
         return self._memory.scattered
 
     def check(self, *, strict_dtype: bool, partial: bool) -> None:
-        """Raise WeightUpdateError if it is not what a request asks for."""
+        """Raise WeightUpdateError for missing parameters unless `partial`, for other dtypes if `strict_dtype`."""
         if not partial and self.missing:
             raise WeightUpdateError(lacking(self.missing, len(self._map.parameters)))
         if strict_dtype and self._converted:
             raise WeightUpdateError(f"{self._converted[0]}, and strict_dtype=True.")
 
     def verify(self, checksums: Mapping[str, str]) -> None:
-        """Compare the sources, as they are now, with `tensor_checksum`s of whole tensors by the trainer's names.
+        """Read the sources again, and compare them with `checksums`: trainer's name -> `tensor_checksum` of the tensor.
 
-        Reads all of each tensor, also where this rank takes a slice. Raise WeightUpdateError.
+        A tensor is read as a whole, even if this rank copies a slice of it. Raise WeightUpdateError if the update does
+        not contain a name of `checksums`, or if a checksum differs.
         """
         unknown = [name for name in checksums if name not in self._given]
         if unknown:

@@ -117,7 +117,7 @@ def handle_source(name: str, handle: TensorHandle, memory: HeldMemory) -> Source
 def described_source(
     source: DescribedTensor, allocations: list[Allocation], memory: HeldMemory, choose: Choose
 ) -> Source:
-    """Return the source of a described tensor. Of equal boxes only the chosen copy is ever opened.
+    """Return the source of a described tensor. For equal boxes, only the copy that `choose` selects is opened.
 
     Raise WeightUpdateError naming the tensor if a shard leaves its memory or the tensor, or the shards do not tile
     the tensor.

@@ -99,7 +99,7 @@ class WeightReceiver:
     def plan(self, named_tensors: Sequence[tuple[str, Tensor]], *, strict_dtype: bool, partial: bool) -> UpdatePlan:
         """Check full tensors of this process (a checkpoint's, or received ones) against the model.
 
-        Tensors on the meta device are only checked. Others may be filled later, but for those `compared`.
+        Tensors on the meta device are only checked. The rest may be filled later, except what `compared` returns.
         """
         memory = self._memory.hold()
         plan = self._plan(named_tensors, lambda name, tensor: tensor_source(name, tensor, memory), memory)

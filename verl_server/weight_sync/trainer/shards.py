@@ -22,10 +22,10 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A plain tensor that is one box of a larger one: what trainers without `DTensor` hold (Megatron's style).
+    """A plain tensor that is one box (a range of each dimension) of a full tensor, for trainers without `DTensor`.
 
-    Several shards of one name may come from one rank, and equal boxes from several ranks (copies); together the
-    boxes of all ranks must cover the full tensor.
+    One rank may pass several shards of one name, and several ranks may pass the same box (copies). The boxes of all
+    ranks together must cover the full tensor. Megatron's shards have this form.
     """
 
     tensor: torch.Tensor

@@ -33,8 +33,8 @@ class ModuleParameters:
         self._read()
 
     def named(self) -> NamedTensors:
-        """(name, parameter) as `named_parameters()` gives them, after resharding. As long as they are the same objects,
-        so is the list.
+        """Return (name, parameter) of `named_parameters()`, after resharding. While the parameters are the same
+        objects, the returned list is the same object, too.
 
         Parameters that FSDP2 gathered are other objects than the sharded ones, so they are noticed like any change.
         """

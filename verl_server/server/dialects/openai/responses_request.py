@@ -218,7 +218,7 @@ class _Previous(msgspec.Struct):
 
 
 def previous_response(body: bytes) -> str | None:
-    """Return `previous_response_id` of a body. An error of the body is left to `read_responses`."""
+    """Return `previous_response_id` of a JSON body, or None, also for a malformed body."""
     if b"previous_response_id" not in body:
         return None
     try:

@@ -238,7 +238,11 @@ class WeightTransfer:
             await carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
 
     async def update_tensors(self, carry_out: CarryOut, update_info: Any = None) -> dict[str, Any]:
-        """Write tensors into the weights. Outside a transaction, the update is a version of its own."""
+        """Write the tensors of `update_info` (see `UpdateInfo`) into the weights. Return {"message", "not_covered"}.
+
+        Outside a transaction, the update is one new version, and only then there is "not_covered". Raise
+        BadRequestError for a wrong `update_info`, or if the weight transfer is not initialized.
+        """
         info = _converted("update_info", update_info, UpdateInfo)
         req: UpdateWeightsFromTensorReq | UpdateWeightsFromDistributedReq
         if info.ipc_handles is not None:

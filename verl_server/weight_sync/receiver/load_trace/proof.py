@@ -1,4 +1,4 @@
-"""`ParameterProof`: shows that copies write into a parameter what the model's own loader writes.
+"""`ParameterProof`: proves that copies write the same bytes into a parameter as the model's own loader.
 
 The caller loads codes (`codes.coded`) instead of weights through the model's own path. A parameter then shows where
 each of its elements came from. The proof writes the same codes by the copies into a scratch tensor, and compares every
@@ -27,7 +27,10 @@ class ParameterProof:
         self._overlaps = sum(_count(copy) for copy in copies) > int(written.sum())
 
     def holds(self, code: Callable[[str], Tensor]) -> bool:
-        """Return True if `parameter` has what the copies write. `code` returns the loaded values of a source."""
+        """Return True if the parameter has the same bits as the result of the copies. False if copies overlap.
+
+        `code`: name of a checkpoint tensor -> the codes that were loaded for it.
+        """
         if self._overlaps:  # the order of copies would matter
             return False
         expected = torch.empty_like(self._parameter)

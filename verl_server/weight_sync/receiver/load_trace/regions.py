@@ -43,10 +43,10 @@ class LoadedCopy:
 
 
 def as_copy(name: str, shape: tuple[int, ...], source: Region, destination: Region) -> LoadedCopy | None:
-    """Describe a copy between two regions of equal shape. None if the region is not a box of the source.
+    """Describe a copy between two regions of equal shape. Return None if `source` is not a box of the tensor `name`.
 
-    `shape` is the contiguous source's. The dimensions of the regions may be those of the source in another order
-    (transposed), merged (flattened) or with ones among them.
+    `shape` is the shape of this tensor, which is contiguous. The dimensions of a region may be the tensor's dimensions
+    in another order (transposed), merged (flattened), or with additional dimensions of size 1.
     """
     assert source.shape == destination.shape
     strides = _contiguous(shape)
