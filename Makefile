@@ -24,7 +24,7 @@ demo: $(STAMP)  ## train a tiny policy against HTTP environments; leaves runs/de
 	$(BIN)/verl-server demo $(ARGS)
 
 test: $(STAMP)  ## what a change must pass: CPU only, no network, no downloads
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not exhaustive" $(ARGS)
 
 test-all: $(STAMP)  ## what make test leaves out: full fuzz depth, every fault, soak
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m exhaustive $(ARGS)
