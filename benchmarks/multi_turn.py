@@ -87,7 +87,7 @@ def _seconds_per_token_alone(engine: EngineBase, episodes: list[Episode]) -> flo
 
 
 async def _alone(engine: EngineBase, episode: Episode) -> Played:
-    """Play one episode without other requests. Its waits are added to the time instead of slept."""
+    """Play one episode without other requests. The episode's waits are added to the time instead of slept."""
     played = await play_at_own_pace(engine, [episode], waiting=False)
     played.seconds += episode.waiting
     return played

@@ -50,7 +50,7 @@ _OWNER = {"Authorization": f"Bearer {_KEY}", "Content-Type": "application/json"}
 
 @dataclass(frozen=True)
 class Message:
-    """What the user says in a turn."""
+    """The user's message in a turn."""
 
     text: str
     ids: list[int]

@@ -324,7 +324,7 @@ def run_rank(rank: int, args: argparse.Namespace, moments: Tensor, peer: Connect
 
 
 def _exchange(own: Tensor, peer: Connection) -> Tensor:
-    """Return the other process's memory, and give it this one's."""
+    """Share `own` with the other process, and return the memory that the other process shares."""
     if not own.is_cuda:
         own.share_memory_()  # type: ignore[no-untyped-call]
         peer.send(own)

@@ -30,7 +30,7 @@ _KILL_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step consists of."""
+    """The number of training steps, and the sizes of each step."""
 
     prompts: int
     samples: int

@@ -65,7 +65,7 @@ class ContextLengthError(BadRequestError):
 
     @classmethod
     def of(cls, prompt_tokens: int, new_tokens: int, most: int, cause: str = "") -> ContextLengthError:
-        """Return the error for a sequence of more than `most` tokens. `cause` says why there are no more."""
+        """Return the error for a sequence of more than `most` tokens. `cause` says what limits it to `most`."""
         limit = f"This model's maximum context length is {most} tokens{f' ({cause})' if cause else ''}."
         if prompt_tokens >= most:
             return cls(

@@ -30,7 +30,7 @@ _MARK = "cut-here-"
 
 
 class Extension(NamedTuple):
-    """What follows a stored turn."""
+    """The ids and the text that follow a stored turn."""
 
     ids: list[int]
     text: str
@@ -131,7 +131,7 @@ def opening_length(prompt: Sequence[int], opening: str | None, encode: Encode, e
 
 
 def encode_behind_end(text: str, encode: Encode, ends: EndTokens) -> list[int]:
-    """Return the ids of a text as they are behind an end token: tokenizers treat the start of a text differently."""
+    """Return the ids of a text that follows an end token. Tokenizers encode the start of a text differently."""
     for token, shown in ends.texts.items():
         ids = encode(shown + text)
         if ids[:1] == [token]:
@@ -140,7 +140,10 @@ def encode_behind_end(text: str, encode: Encode, ends: EndTokens) -> list[int]:
 
 
 def cut_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for rendering new messages alone."""
+    """Return `options` without those of the stored prompt's head and without `continue_final_message`.
+
+    New messages are rendered with the returned options.
+    """
     kept = {name: value for name, value in options.items() if name not in _HEAD_OPTIONS}
     kept.pop("continue_final_message", None)
     return kept

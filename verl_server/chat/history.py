@@ -35,7 +35,7 @@ numbers that only the ledger uses. In `NextTurn.new_nodes`, a parent of -1-i is 
 
 
 class MessageKey(NamedTuple):
-    """What two messages must share to be the same message."""
+    """Role and digests of a message. `fits` compares them."""
 
     role: int
     digest: bytes
@@ -107,7 +107,7 @@ class MessageTree:
         return path[::-1]
 
     def turn_through(self, node: int) -> int:
-        """Return the latest turn whose prompt or reply holds this node, or else the nearest node above; or -1."""
+        """Return the latest turn whose prompt or reply holds `node` or else the nearest node above. -1: none."""
         above = node
         searched = -1  # the node below which everything was looked at
         while above >= 0:
@@ -173,7 +173,7 @@ def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
 
 
 def reply_digest(content: str, calls: Sequence[tuple[str, str]]) -> bytes:
-    """Return the digest of a reply with calls (name, arguments as text), as `message_keys` has it."""
+    """Return the digest that `message_keys` returns for this reply. `calls`: (name, arguments as JSON text)."""
     return _message_digest("assistant", content, [(name, _canonical(arguments)) for name, arguments in calls], None)
 
 

@@ -1,4 +1,4 @@
-"""What a text worker gets of a session, and what it returns: the values around `next_turn.plan_next_turn`.
+"""The data of a session that a text worker receives and returns: input and result of `next_turn.plan_next_turn`.
 
 The text worker decodes a `SessionView` from what the session ledger of the server stores. The ledger puts the prompt of
 a `NextTurn` together.
@@ -29,7 +29,7 @@ class CompletionText(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplyFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What the next prompt needs of a finished turn."""
+    """The data of a finished turn that the plan of the next prompt needs."""
 
     delivered: bool
     """First, because the ledger changes it in place."""

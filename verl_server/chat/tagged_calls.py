@@ -1,4 +1,4 @@
-"""Readers of tool calls that are not one JSON object: Mistral's names before the arguments, Qwen3-Coder's XML, Python.
+"""Readers of tool calls that are not one JSON object: the formats of Mistral and Qwen3-Coder, and Python calls.
 
 `formats` says which format uses which reader, and `call_readers` says what a reader is.
 """

@@ -9,9 +9,9 @@ from functools import lru_cache
 def find_tag(text: str, at: int, tags: tuple[str, ...]) -> tuple[int, str | None]:
     """Return (index, tag) of the first tag in `text` from index `at` on.
 
-    Without a tag, return (index, None): the text from that index on may be the beginning of a tag, and is to be held
-    back until more text arrives. It is the length of the text if nothing is to be held back. A tag counts as found only
-    if no earlier position can become another tag.
+    Without a tag, return (index, None). The text from that index on may be the beginning of a tag: hold this text back
+    until more text arrives. The index is len(text) if there is no such beginning. A tag counts as found only if no
+    earlier position can become another tag.
     """
     whole, beginning, longest = _patterns(tags)
     match = whole.search(text, at)

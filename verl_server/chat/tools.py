@@ -170,9 +170,9 @@ def _is_text(schema: Any) -> bool:
 
 
 def _types(schema: Any, root: dict[str, Any], left: list[int]) -> frozenset[str]:
-    """Return the types that a schema allows: "string" if it names no type, every type if they are unknown.
+    """Return the types that a schema allows: "string" if it names no type, every type if its types are unknown.
 
-    `left` counts down the schemas that may still be read, because references may lead in circles.
+    `left` is [number of schemas that may still be read], because references may form a circle.
     """
     left[0] -= 1
     if left[0] < 0:

@@ -1,4 +1,4 @@
-"""`server_address`: the base URL of a rollout server, from what a user wrote. Its clients call it."""
+"""`server_address`: converts the URL that a user wrote into the base URL of a rollout server. Clients call it."""
 
 from __future__ import annotations
 

@@ -204,7 +204,9 @@ class EngineWeights(abc.ABC):
         full: bool | None = None,
         mode: UpdateMode = "wait",
     ) -> str:
-        """Open a transaction and return the transaction's id.
+        """Open a transaction and return its id: `transaction_id`, by default a random one.
+
+        `mode` is the treatment of running requests; see `BeginWeightUpdateReq`.
 
         All update calls of this engine belong to the transaction until `end_weight_update`. The server runs no
         generation step during the transaction. `end_weight_update` raises an error while a parameter is missing, unless

@@ -200,7 +200,7 @@ def location(text: str) -> str:
 
 
 def without_host(url: str) -> str:
-    """Return a text with each "scheme://host:port" in it as "scheme://*": the host of a server may differ."""
+    """Replace each "scheme://host:port" in a text by "scheme://*", because a resumed run may use another host."""
     return _HOST.sub(r"\1*", url)
 
 

@@ -108,7 +108,7 @@ class MaskRun:
 
 
 class MaskExecutor:
-    """Threads start with the first `start` and end with the process."""
+    """Advances matchers and fills masks. Its threads start at the first `start` and end with the process."""
 
     def __init__(self) -> None:
         self._own = LLExecutor(_FIRST_THREADS)

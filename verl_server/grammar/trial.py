@@ -155,7 +155,10 @@ def _statm(column: int) -> int | None:
 
 @contextmanager
 def _memory_bound() -> Iterator[None]:
-    """Bound the address space of this process, where the system can, to what it has now and `MOST_MEMORY`."""
+    """Limit the address space of this process, inside the block, to its present size plus `MOST_MEMORY` bytes.
+
+    Set no limit if the system does not report the present size.
+    """
     now = _statm(0)
     if now is None:
         yield

@@ -25,10 +25,13 @@ def shared_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`items` is [number of items, number of entries in the step, then `shared_keys.ITEM` integers for each item].
+    """Store the softmax over shared keys: shared_acc [levels, entries, heads, D], shared_max and shared_sum without D.
 
-    Row r of a tile is query head r % GROUP of one KV head, of the item's entry number r // GROUP. If a tile has several
-    chunks, each stores its part in a slot, and the program that finishes last merges the parts in order.
+    `items` is [number of items, number of entries in the step, then `shared_keys.ITEM` integers for each item].
+
+    A program computes tiles: one item and one KV head each. Row r of a tile is query head r % GROUP of the KV head, for
+    entry number r // GROUP of the item. If a tile has several chunks, each chunk stores its part in a slot, and the
+    program that finishes last merges the parts in order.
     """
     dependent.let_next_begin(DEPENDENT)
     num_items, entries = tl.load(items), tl.load(items + 1)

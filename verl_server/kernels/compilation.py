@@ -1,7 +1,8 @@
-"""Compilation of Triton kernels: one process at a time for each kernel of a cache folder, and a count.
+"""Compilation of Triton kernels: only one process at a time compiles a kernel of a cache folder.
 
-Each process that uses Triton calls `share`. Ranks, servers that start together and the processes of `compile_ahead`
-then do not compile the same kernel side by side: the first one compiles it, the others wait and load it from the cache.
+Each process that uses Triton calls `share`, which also counts the kernels that the process compiles. Ranks, servers
+that start together and the processes of `compile_ahead` then do not compile the same kernel side by side: the first
+process compiles it, the others wait and load it from the cache.
 The lock of a kernel is a byte of one file in the cache folder, which the system unlocks when the process ends.
 """
 

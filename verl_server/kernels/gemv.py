@@ -98,7 +98,7 @@ def _block_of(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _part_of(x: tl.tensor, column: tl.tensor, k: tl.constexpr, INSIDE: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
-    """Load the elements of x from k on, in fp32."""
+    """Load x[k + column] as fp32, 0 beyond SIZE. INSIDE: no column of any program lies beyond SIZE."""
     if INSIDE:
         return tl.load(x + k + column).to(tl.float32)
     else:

@@ -36,7 +36,7 @@ def capability(device: torch.device) -> int:
 def assumed(number: int, compute_capability: int) -> Iterator[None]:
     """Within the block, let devices that are no GPU have `number` multiprocessors and this compute capability.
 
-    Kernels that are launched within the block are specialized for that GPU, and can be compiled only.
+    Kernels that are launched within the block are specialized for that GPU. They can be compiled, but not run.
     """
     global _assumed
     before, _assumed = _assumed, (number, compute_capability)

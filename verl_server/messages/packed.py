@@ -1,9 +1,9 @@
-"""Packed token ids and log-probabilities: `bytes` of little-endian int32 and float32, and what is made of them.
+"""Packed token ids and log-probabilities: `bytes` of little-endian int32 and float32, and structs of such `bytes`.
 
 Between the sampler and the caller's result, log-probabilities stay packed. Lists would be millions of objects, and each
 full garbage collection visits them all. Packing is exact: the model computes log-probabilities in float32. The sampler
 packs (`sampling.logprobs`), the scheduler sends `TokenLogprobs` and `PromptLogprobs` in its `BatchTokenIDOut`, and the
-TokenizerManager keeps them packed until it builds the caller's result. `columns` is the form for callers.
+TokenizerManager keeps them packed until it builds the caller's result. `columns` has the form that callers receive.
 """
 
 from __future__ import annotations

@@ -206,9 +206,9 @@ def load_checkpoint(weight_map: WeightMap, folder: str | Path) -> None:
 
 
 def check_tied(aliases: Mapping[str, str], folder: str | Path) -> set[str]:
-    """Return the tied tensors (keys of `aliases`) that a checkpoint stores beside their twins.
+    """Return the names in `aliases` (name -> tensor that it is tied to) that a checkpoint stores besides that tensor.
 
-    Raise BadRequestError if one has other values than its twin.
+    Raise BadRequestError if two tied tensors differ in shape or values.
     """
     files = {name: file for file, name, _, _ in _headers(folder)}
     twins = {alias: name for alias, name in aliases.items() if alias in files and name in files}

@@ -182,7 +182,8 @@ class PagedBackend:
     def rotate_and_store(self, qkv: Tensor, heads: Heads, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Norm and rotate queries and keys, store keys and values in the pool, and return the queries.
 
-        The queries are [tokens, heads, head_dim].
+        `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim]. `positions` and `slots` are [tokens]. `kv_layer` is one
+        layer of the pool of `KVCache`. The queries are [tokens, heads, head_dim].
         """
         if self._fused:
             q_weight = None if heads.q_norm is None else heads.q_norm.weight

@@ -255,9 +255,10 @@ def websocket_url(url: str) -> str:
 
 
 def environment_schema(url: str, timeout: float) -> dict[str, Any] | None:
-    """Return the JSON schema of actions at `/schema` of an environment server, None if it answers with no schema.
+    """Return the JSON schema of actions that an environment server answers at `/schema`, or None.
 
-    `timeout` is in seconds. The result is also None if the server cannot be reached: its episodes report the fault.
+    `timeout` is in seconds. Return None if the answer holds no schema, or if the server cannot be reached within
+    `timeout`. The episodes then report that the server cannot be reached.
     """
     scheme, _, rest = websocket_url(url).partition("://")
     address = f"{scheme.replace('ws', 'http')}://{rest.removesuffix('/ws')}/schema"

@@ -1,8 +1,8 @@
-"""`HealedServer`: the engine of an `AgentLoop`, which outlives a restart of its server and samples no other weights.
+"""`HealedServer`: an engine for `AgentLoop` whose episodes continue after a restart of the server.
 
-A server that is started again serves the weights that it loads. Until the engine that pushes has healed it (`heal`), or
-its owner has accepted it, every episode waits here; then the episode goes on from its own tokens. `close_session`
-reports to the server, in the background, which episodes have ended.
+A server that is started again serves the weights that it loads. So every episode waits until the engine that pushes
+weights has pushed them again (`heal`), or until the server's owner has accepted the loaded weights. Then the episode
+continues from its own tokens. `close_session` reports to the server, in the background, which episodes have ended.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ The `Scheduler` owns it. A request whose grammar is not compiled yet waits here,
 compile. Text workers have tried out every grammar before, so a compilation ends.
 
 Each running request has a matcher, which advances by the tokens that were collected. So a retraction or a pause does
-not concern it. A matcher that fails ends its own request only.
+not change the matcher. If a matcher fails, only its own request ends.
 
 Copies of a matcher share automata under one lock, so that their masks are computed one after the other, and a slow mask
-delays them all. Compiling takes a millisecond. So each request has its grammar compiled anew, unless the matcher of an
-earlier request is left. Only the requests of a grammar that is expensive to compile share copies.
+delays them all. Compiling takes a millisecond. So the grammar of each request is compiled anew, unless an earlier
+request left an idle matcher. Only the requests of a grammar that is expensive to compile share copies.
 """
 
 from __future__ import annotations

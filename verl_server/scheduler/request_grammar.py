@@ -48,18 +48,18 @@ class RequestGrammar:
         self._matcher: Matcher | None = None
 
     def compile_failure(self) -> FinishReason | None:
-        """Return the reason if the compilation, which has ended, failed."""
+        """Return the finish reason if the compilation failed, else None. The compilation must have ended."""
         error = self.start.exception(timeout=0)
         return None if error is None else failed(error)
 
     def open(self) -> Matcher:
-        """Return the matcher, whose compilation has ended."""
+        """Return the matcher. The compilation must have ended."""
         if self._matcher is None:
             self._matcher = self.start.result(timeout=0)
         return self._matcher
 
     def take_back(self) -> Matcher | None:
-        """Return the matcher at its start, after the request ended. None if it cannot be used again."""
+        """Reset the matcher of an ended request and return it. Return None if it cannot be used again."""
         if not self.start.done() or self.start.exception() is not None or self.late is not None:
             return None
         if self.failure() is not None:
@@ -76,14 +76,14 @@ class RequestGrammar:
         return failed(GrammarFailedError(matcher.error())) if matcher.inner.is_error() else None
 
     def end(self, token: int) -> FinishReason | None:
-        """Return the reason if the request ends after `token`, which was consumed; None if it continues."""
+        """Return the finish reason if the request ends after `token`, else None. Call it after `token` was consumed."""
         if (reason := self.failure()) is not None:
             return reason
         return FinishReason(type="stop", matched=token) if self.open().is_complete else None
 
 
 def failed(error: BaseException) -> FinishReason:
-    """Return the reason with which a request ends whose grammar failed."""
+    """Return the finish reason of a request whose grammar failed with `error`."""
     if isinstance(error, BadRequestError):
         return FinishReason(type="abort", message=str(error), status_code=400)
     if isinstance(error, GrammarFailedError):

@@ -28,7 +28,7 @@ class Reserve:
         self._ratio = min(1.0, self._ratio + _RISE) if retracted else max(_LEAST, self._ratio - _DECAY)
 
     def expected_pages(self, reqs: Iterable[Req]) -> int:
-        """Return the pages that requests need beyond those that they have. A waiting request has none.
+        """Return the number of pages that `reqs` need besides those that they hold. A waiting request holds none.
 
         Written as one loop without calls, because every step with a queue runs it over all running requests.
         """

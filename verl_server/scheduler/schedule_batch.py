@@ -303,7 +303,7 @@ class ScheduleBatch:
     def leave_out(self, reqs: list[Req]) -> None:
         """Sample no token for `reqs`, which still run. A later step computes their newest token again.
 
-        The step was launched and its results are not collected. No later step was planned.
+        Call it after the launch of this step, before its results are collected and before a later step is planned.
         """
         for req in reqs:
             req.num_pending -= 1

@@ -74,7 +74,10 @@ class SessionHistories:
         return now + self._returns.keep_seconds(ended.turn)
 
     def _continued_at(self, node: PageNode, req: Req) -> EndedTurn | None:
-        """Return the turn that `req` continues, whose cached prefix ends at `node`. Another one can't continue it."""
+        """Return the turn that `req` continues, or None. The cached prefix of `req` ends at `node`.
+
+        No other request can continue the returned turn afterwards.
+        """
         last = node if node.ended is not None else self._end_below(node, req)
         ended = None if last is None else last.ended
         if last is None or ended is None or ended.session_id != req.session_id:

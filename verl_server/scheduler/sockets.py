@@ -83,7 +83,7 @@ class SchedulerSockets:
         return messages
 
     def send(self, message: SchedulerOutput) -> None:
-        """Send a message without blocking. What the socket has no room for is sent later."""
+        """Send a message without blocking. If the socket has no room, the message is sent later."""
         self._messages.send(self._encoder.encode(message))
 
     def close(self) -> None:

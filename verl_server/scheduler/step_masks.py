@@ -63,9 +63,9 @@ class StepMasks:
     def compute(self, sampled: Sequence[Req], is_computed: Callable[[], bool] | None) -> MaskedStep:
         """Compute the masks for the rows of a step.
 
-        `sampled` are the requests of the step, of which all earlier tokens were consumed. A request that ended has no
-        mask. `is_computed` returns True when the logits of the step are computed: a mask that is not ready then is
-        late. With None, no mask is late.
+        `sampled` are the requests of the step. Their earlier tokens must have been consumed. A request that ended has
+        no mask. `is_computed` returns True when the logits of the step are computed. A mask that is not ready at that
+        time is late. If `is_computed` is None, no mask is late.
         """
         step = MaskedStep(None, [], [])
         rows = [(row, req, _grammar_of(req)) for row, req in enumerate(sampled) if req.grammar and req.row >= 0]
@@ -102,7 +102,7 @@ class StepMasks:
         return step
 
     def consume(self, pairs: Sequence[tuple[Req, int]]) -> None:
-        """Advance the matchers of requests by one token each. `RequestGrammar.end` returns the outcome."""
+        """Advance the matcher of each request by its token. Then `RequestGrammar.end` says if the request ends."""
         if not pairs:
             return
         try:
@@ -168,7 +168,7 @@ def _take_late(grammar: RequestGrammar, bits: Words, *, wait: bool) -> bool:
 
 
 def _bit(tokens: npt.NDArray[np.int64]) -> Words:
-    """Return the bit of each token in its word of a mask."""
+    """Return an int32 for each token in which only the token's bit of its mask word is set."""
     return np.left_shift(np.uint32(1), (tokens % 32).astype(np.uint32)).view(np.int32)
 
 

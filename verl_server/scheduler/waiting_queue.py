@@ -97,9 +97,9 @@ class WaitingQueue:
         return req.match if req.place <= before else None
 
     def is_cached(self, req: Req) -> bool:
-        """Return True if at least half of the request's tokens are cached, and they are its own history.
+        """Return True if at least half of the request's tokens are cached and belong to the request's own history.
 
-        A prompt that several others continue from the same page, such as a system prompt or that of a group, is none.
+        A cached prompt that several requests continue, such as a system prompt or the prompt of a group, is no history.
         """
         node = req.match
         if node is None or 2 * node.depth * self._cache.page_size < len(req.token_ids):

@@ -34,7 +34,10 @@ _STATE_NAMES = {"num_queue_reqs": "num_waiting_reqs"}
 
 
 def gauges_text(load: Mapping[str, Any]) -> str:
-    """Return the numbers of a load, and of its parts, as Prometheus gauges with SGLang's names for `/v1/loads`."""
+    """Return Prometheus text: one gauge for each number in `load` and in its objects, with SGLang's names.
+
+    `load` is the load of one rank, as `/v1/loads` returns it.
+    """
     prefixes = {"disaggregation": "disagg"}
     lines = []
     for name, value in load.items():

@@ -74,9 +74,10 @@ def split_prompt(header: str, body: bytes) -> tuple[memoryview, bytes]:
 
 
 async def read_packed(tools: TextTools, ids: memoryview, body: bytes) -> ReadRequest:
-    """Read a request whose prompts came as int32 beside the JSON `body`, as `read_generate` does for JSON.
+    """Parse the JSON `body` and check the prompts `ids`. Return what `read_generate` returns for the same request.
 
-    Between two prompts, the event loop does other work. Raise BadRequestError or NeedsWorkerError.
+    `ids` holds the little-endian int32 ids of all prompts, one prompt after the other. The event loop can do other work
+    between two prompts. Raise BadRequestError or NeedsWorkerError.
     """
     try:
         raw = parse_json(body)

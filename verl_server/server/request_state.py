@@ -308,7 +308,7 @@ class ReqState:
         return written[start:] + convert(positions[max(start, len(written)) :])
 
     def _has_prompt_part(self, start: int) -> bool:
-        """Return True if a frame with the output tokens from `start` on has the log-probabilities of the prompt."""
+        """Return True if the frame that begins with output token `start` includes the prompt's log-probabilities."""
         return start == 0 or self.done
 
     def _first_position(self, name: str, start: int) -> int:

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class Player(Protocol):
-    """What plays the episodes of a step: an `AgentLoop`, or `AgentGroups`."""
+    """The player of a step's episodes: an `AgentLoop`, or `AgentGroups`."""
 
     @property
     def environment_url(self) -> str:
@@ -89,7 +89,7 @@ class Step:
 
 
 class Algorithm(Protocol):
-    """What a run needs of its algorithm, which is `grpo.GRPO`."""
+    """The interface of a run's algorithm. `grpo.GRPO` implements it."""
 
     next_step: int
     steps: StepCounter
@@ -113,7 +113,7 @@ class Algorithm(Protocol):
 
 @dataclass
 class RunParts:
-    """What a run has prepared for its algorithm on this rank."""
+    """The objects that a run has prepared for its algorithm on this rank."""
 
     policy: Policy
     device: torch.device

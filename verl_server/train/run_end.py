@@ -138,7 +138,7 @@ class _Verdict:
 
 @dataclass
 class RunState:
-    """What the end of a run needs to know of the run."""
+    """The state of a run that `RunEnd` reads and saves."""
 
     steps: StepCounter
     progress: Callable[[], Progressing]

@@ -41,10 +41,11 @@ def given_fields(body: Any) -> dict[str, Any]:
 def names_of_unknown(body: Mapping[str, Any], read: msgspec.Struct) -> list[str]:
     """Return the keys of `body` that the decoded struct `read` does not have, at most `MOST_NAMES`.
 
-    The operation may know them as refused or without effect: `unknown_fields` decides.
+    Some of these names may be fields that the operation refuses or ignores on purpose: `unknown_fields` decides.
 
     A key inside an object that was decoded as a struct too is named with its path (`stream_options.include_usage`).
-    Objects in lists, such as messages and tools, are not looked at: their formats grow without us.
+    Objects in lists, such as messages and tools, are not checked, because new versions of
+    their formats have further fields.
     """
     names: list[str] = []
     fields = dict(zip(read.__struct_encode_fields__, read.__struct_fields__, strict=True))

@@ -40,7 +40,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str = ""
     """shm_name: the file's name in /dev/shm, without a slash."""
     inode: Count = 0
-    """st_ino of the memfd: pids and descriptors are reused, and namespaces give them other meanings."""
+    """st_ino of the memfd: pids and descriptors are reused, and have other meanings in other namespaces."""
     device_uuid: str = ""
     """cuda: UUID of the GPU that holds the segment."""
     handle: bytes = b""

@@ -1,10 +1,10 @@
-"""Reads a pickle as data: opcodes in, plain values out, and nothing is imported, looked up or called by name.
+"""Reads a pickle as data. The reader converts opcodes into plain values, and imports or calls nothing by name.
 
 `sglang.payloads`, `vllm.ipc_handles`, `group.unique_id` and `group.state_dicts` pass it the bytes of a wire format and
-a table of the globals that may occur in them. What the table holds for a name is a value of ours: a `Function` that
-builds one of our own values, a `RecordClass`, or any constant. A name that is not in the table, or an opcode that those
-formats do not use, ends the reading with its position. The work is bounded by the length of the pickle: each opcode
-does a constant amount, besides copying its own argument, and nothing is ever walked recursively.
+a table of the globals that may occur in them. The table maps each name to a value of this package: a `Function`, a
+`RecordClass`, or a constant. For a name that is not in the table, or an opcode that those formats do not use, the
+reader raises BadRequestError with the position. The work is bounded by the length of the pickle: each opcode does a
+constant amount of work, besides copying its own argument, and no value is visited recursively.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class CpuChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.decodes[min((num_decodes - 1).bit_length(), len(self.decodes) - 1)] == "cpp"
 
     def lacks(self, shapes: list[Shape]) -> list[str]:
-        """Return those of `shapes` without kernels, as "OUTxIN"; "decodes" is added without attention kernels."""
+        """Return the `shapes` without kernels as "OUTxIN". Append "decodes" if decodes have no attention kernels."""
         missing = [_key(shape) for shape in shapes if not self.products.get(_key(shape))]
         return missing if self.decodes else [*missing, "decodes"]
 

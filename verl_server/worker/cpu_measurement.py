@@ -53,7 +53,7 @@ def product_shapes(config: ModelConfig, tp: TpGroup) -> list[Shape]:
 def measure_choice(kernels: CpuKernels, config: ModelConfig, tp: TpGroup, *, attends: bool) -> CpuChoice:
     """Measure all cases with torch's current number of threads, and return the fastest kernels.
 
-    The compiled kernel attends if `attends`. The call takes up to 100 MB of memory.
+    If `attends`, the compiled kernel computes attention. The call takes up to 100 MB of memory.
     """
     end = time.perf_counter() + _ALL_SECONDS
     unmeasured = 0

@@ -113,8 +113,10 @@ class MemoryAccount:
         return MemoryBudget(budget, explanation, remedy)
 
     def close(self, kv_cache: int) -> None:
-        """Record the bytes of the allocated KV pool, and give what is left to the parts that can use more than their
-        least. What other processes have taken since the start is not left."""
+        """Record the bytes of the allocated KV pool, and divide the rest among the parts that can use more.
+
+        The rest does not include the memory that other processes have taken since the start.
+        """
         needs, self.kv_cache = self._needs, kv_cache
         others = self.taken_by_others()
         self.others = others if others > SLACK else 0
@@ -140,7 +142,7 @@ class MemoryAccount:
         return self._memory.free()
 
     def special_now(self) -> int:
-        """Return the bytes that special sampling may take now: its part, or less if other processes took of it."""
+        """Return the bytes that special sampling may take now: its part, or less if other processes took some of it."""
         left = self._memory.reclaim() - self._needs.step
         return max(self._needs.special_least, min(self.special, left))
 
@@ -149,7 +151,7 @@ class MemoryAccount:
         return max(0, self._needs.step + self._needs.special_least - self._memory.reclaim())
 
     def taken_by_others(self, held: int | None = None) -> int:
-        """Return the bytes that other processes have taken since the start, about, 0 if they freed memory.
+        """Return the approximate bytes that other processes have taken since the start, 0 if they freed memory.
 
         `held`: bytes of this engine's weights and KV pool that are allocated now, by default both.
         """

@@ -117,7 +117,10 @@ class ModelMemory:
             self._graphs.consider_again()
 
     def release_weights(self, keep_contents: bool | None = None) -> None:
-        """Free the weights' memory, and keep their contents in host memory (None: if `enable_weights_cpu_backup`)."""
+        """Free the weights' memory. With `keep_contents`, keep the contents in host memory.
+
+        None means the server's setting `enable_weights_cpu_backup`.
+        """
         self._release_scratch()
         keep = self._keeps_weights if keep_contents is None else keep_contents
         self._weights.release(keep_contents=keep)
@@ -134,7 +137,10 @@ class ModelMemory:
         return restored
 
     def _measure_again(self) -> None:
-        """Consider all graphs again after a resume, and measure what other processes left for steps."""
+        """Permit all graph sizes again after a resume, and measure how much memory steps can take now.
+
+        Log a warning if the largest step may lack memory.
+        """
         if self._graphs is not None:
             self._graphs.consider_again()
         if self._account is None or not self.is_present:

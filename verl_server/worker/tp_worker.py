@@ -148,7 +148,7 @@ class TpWorker:
         self.tp = tp
 
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec], make_masks: MakeMasks | None = None) -> Step:
-        """Launch one step on all ranks (rank 0). The other ranks know nothing of masks."""
+        """Launch one step on all ranks. Only rank 0 calls this, and only rank 0 uses the masks."""
         self._broadcast(batch)
         return self._launch(batch, specs, make_masks)
 
@@ -166,32 +166,32 @@ class TpWorker:
             ) from error
 
     def warm_up(self) -> bool:
-        """Run `warm_up` on all ranks while nothing else runs (rank 0). Return False if a rank could not."""
+        """Run `warm_up` on all ranks while nothing else runs. Return False if one could not. Only rank 0 calls this."""
         self._broadcast(WarmUpCommand())
         return self.runner.warm_up()
 
     def control(self, req: WeightReq) -> ControlReply:
-        """Carry out a weight or memory request on all ranks (rank 0)."""
+        """Carry out a weight or memory request on all ranks. Only rank 0 calls this."""
         self._broadcast(req)
         return self.weights.handle(req)
 
     def stage(self, req: StagedReq) -> None:
-        """Submit `req` to the stagers of all ranks (rank 0). `stager.finished()` returns the outcome later."""
+        """Submit `req` to the stagers of all ranks. `stager.finished()` returns the outcome. Only rank 0 calls this."""
         self._broadcast(StageCommand(req))
         self.stager.submit(req)
 
     def run_staged(self, req: StagedReq) -> ControlReply:
-        """Carry out a request that all ranks staged (rank 0)."""
+        """Carry out a request that all ranks staged. Only rank 0 calls this."""
         self._broadcast(RunStagedCommand(req.id))
         return self._run_staged(req.id)
 
     def drop_staged(self, req: StagedReq) -> None:
-        """Drop, on all ranks, a request that `stage` submitted (rank 0)."""
+        """Drop, on all ranks, a request that `stage` submitted. Only rank 0 calls this."""
         self._broadcast(DropStagedCommand(req.id))
         self.stager.drop(req.id)
 
     def stop(self) -> None:
-        """End `follow` on the other ranks (rank 0)."""
+        """End `follow` on the other ranks. Only rank 0 calls this."""
         self._broadcast(StopCommand())
 
     def follow(self) -> None:

@@ -44,7 +44,7 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class NewTokens:
-    """What one step added to one request."""
+    """The tokens that one step added to one request."""
 
     rid: str
     output_ids: list[int]

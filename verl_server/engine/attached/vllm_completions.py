@@ -140,7 +140,7 @@ class _Sample:
         self._mode = _logprobs_mode(logprobs_mode, self._params)
         self._began = time.monotonic()
         self._so_far: dict[int, dict[str, Any]] = {}
-        """Choice -> what the events of a stream have brought so far, as one choice."""
+        """Choice -> the contents of a stream's events so far, as one choice."""
         self.request = self._request(model)
 
     def _request(self, model: str) -> dict[str, Any]:
@@ -303,7 +303,7 @@ def _best(candidates: dict[int, float], count: int) -> list[list[Any]]:
 
 
 def _add(so_far: dict[str, Any], choice: dict[str, Any]) -> None:
-    """Add the part of a choice that an event of a stream brings."""
+    """Add the part of a choice that an event of a stream contains."""
     so_far["text"] += choice.get("text") or ""
     so_far["token_ids"] = so_far["token_ids"] + (choice.get("token_ids") or [])
     if logprobs := choice.get("logprobs"):

@@ -39,7 +39,7 @@ class RolloutServer:
 
 @dataclass(frozen=True)
 class _Trainer:
-    """What a trainer rank reports from `prepare`."""
+    """The report of a trainer rank from `prepare`."""
 
     node: str
     address: str
@@ -50,7 +50,7 @@ class _Trainer:
 
 @dataclass(frozen=True)
 class _Rollout:
-    """What a rollout worker reports from `prepare`."""
+    """The report of a rollout worker from `prepare`."""
 
     node: str
     server: RolloutServer

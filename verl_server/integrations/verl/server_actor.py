@@ -258,7 +258,10 @@ class ServerActor:
                 self._released.difference_update(wanted)
 
     async def sleep(self) -> None:
-        """Release weights and KV cache; a standalone server, whose GPUs nobody else uses, only its KV cache."""
+        """Release the KV cache and, unless the server is standalone, the weights.
+
+        Nobody else uses the GPUs of a standalone server. Without `free_cache_engine`, release nothing.
+        """
         self._running()
         if self._options.free_cache_engine:
             is_alone = self._options.mode == "standalone"

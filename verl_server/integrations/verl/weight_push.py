@@ -38,7 +38,7 @@ class Transactions(Protocol):
 
 
 class UpdatedEngine(Protocol):
-    """What an update needs of the servers: `VerlEngine` for a replica, `SeparateServers` for several on other GPUs."""
+    """The servers that an update writes to: `VerlEngine` for a replica, `SeparateServers` for several on other GPUs."""
 
     @property
     def engine(self) -> Transactions | None:

@@ -79,7 +79,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class AgentPlayer:
-    """What all episodes of a run have in common."""
+    """Plays the episodes of a run. The fields are the same for all episodes."""
 
     run: str
     """Name of the run: the first part of its sessions' groups."""
@@ -100,7 +100,7 @@ class AgentPlayer:
     forced_mode: ForcedMode = "override"
 
     async def play(self, episode: AgentEpisode) -> None:
-        """Play an attempt and fill in its end. A cancelled attempt ends as ABORTED and raises CancelledError."""
+        """Play an attempt and record its end in `episode`. If cancelled, record ABORTED and raise CancelledError."""
         start = self.clock()
         referee: Referee | None = None
         self.progress.running += 1
@@ -174,7 +174,7 @@ class AgentPlayer:
     async def _agent_end(
         self, client: SessionsClient, created: CreatedSession, episode: AgentEpisode, referee: Referee | None
     ) -> End:
-        """Run the agent until it or one of its bounds ends, and return the end. The agent has then ended."""
+        """Run the agent until it ends or reaches a bound, and return the `End`. The agent has ended by then."""
         session = AgentSession(
             session_id=created.id,
             base_url=client.url + created.base_url,
@@ -225,7 +225,7 @@ class AgentPlayer:
 
     @staticmethod
     async def _judged(end: End, client: SessionsClient, run: str | None) -> End:
-        """Return the end: GENERATION_ERROR if an agent failed and its server is away, or is not the run `run`."""
+        """Return `end`, as GENERATION_ERROR if an agent failed and its server is away or no longer has run `run`."""
         if end.reason is StopReason.AGENT_ERROR and (not await client.is_alive() or client.run != run):
             end.reason = StopReason.GENERATION_ERROR
             end.error = f"The server ended meanwhile. {end.error}"

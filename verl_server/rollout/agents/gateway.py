@@ -173,7 +173,7 @@ def _violation(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
 
 
 class EnvironmentGateway:
-    """The server of the environments of programs, on the loopback address. Use `running`."""
+    """Serves the environments of agent programs over HTTP on the loopback address. Start it with `running`."""
 
     def __init__(self) -> None:
         self._referees: dict[str, Referee] = {}

@@ -1,7 +1,7 @@
-"""From what a command line names to agents, rewards, environments and tasks.
+"""Loads the agents, rewards, environments and tasks that a command line names.
 
-`verl-server rollout --agent` and the trainer's groups of agents call these functions before a run begins. They raise
-BadRequestError, which names the option, for a name that leads nowhere.
+`verl-server rollout --agent` and the trainer's groups of agents call these functions before a run begins. If a name
+cannot be resolved, they raise BadRequestError, which names the option.
 """
 
 from __future__ import annotations

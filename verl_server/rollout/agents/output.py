@@ -68,7 +68,7 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
 
     @property
     def is_failure(self) -> bool:
-        """True if the attempt has nothing of use: no reward, and no sampled token."""
+        """True if the attempt has neither a reward nor a sampled token."""
         return self.reward is None and not (self.tokens if self.sampled is None else self.sampled)
 
     @property

@@ -39,7 +39,7 @@ _OWN_FIELDS = ("model", "messages", "tools", "stream", "n")
 
 
 class ToolLoop:
-    """An agent for `run_agents`. It asks the policy, runs the calls of its reply at once, and asks again.
+    """An agent for `run_agents`. It asks the policy, runs the calls of the reply side by side, and asks again.
 
     The first message is the task's `input`, then the environment's observation. A reply without calls is played as the
     environment's step; without an environment it ends the episode. The result is the last reply's text.
@@ -165,7 +165,7 @@ class ToolLoop:
 
 
 async def _asked(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a chat request and return its choice. Repeat it while the server is away, until the runner ends this."""
+    """Send a chat request and return its choice. Repeat it while the server is away: the runner bounds the wait."""
     headers = {"Idempotency-Key": secrets.token_hex(16)}
     while True:
         answer = None

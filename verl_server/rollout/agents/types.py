@@ -1,4 +1,4 @@
-"""What callers pass to `run_agents`, and what it returns."""
+"""Types of the arguments and of the result of `run_agents`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class AgentLimits:
 
 @dataclass(frozen=True)
 class AgentSession:
-    """What an agent receives: the addresses and the key of its own session, and its environment."""
+    """The argument of an agent: the addresses and the key of the agent's session, and the environment."""
 
     session_id: str
     base_url: str
@@ -154,7 +154,7 @@ class AgentEpisode:
     exit_code: int | None = None
     """Exit code of a program. A negative code is the signal that ended it."""
     result: Any = None
-    """What an agent function returned. It is no reward by itself."""
+    """The value that an agent function returned. The runner does not use it as a reward."""
     output: str = ""
     """The last lines that a program wrote."""
     reward: float | None = None
@@ -173,7 +173,7 @@ class AgentEpisode:
 
     @property
     def sampled_tokens(self) -> int:
-        """Sampled tokens of all branches, those of sub-agents' sessions included. `tokens` without a trajectory."""
+        """Number of sampled tokens in all branches, with those of sub-agents. Without a trajectory, `tokens`."""
         if self.trajectory is None:
             return self.tokens
         return sum(sum(branch.loss_mask) for branch in self.trajectory.branches)

@@ -30,7 +30,7 @@ class Headroom:
         return int(self._pages)
 
     def lost(self, pages: int) -> None:
-        """Note that so many kept pages were evicted, because other episodes needed them."""
+        """Note that `pages` kept pages were evicted because other episodes needed them."""
         self._pages = min(self._most, self._pages + pages)
 
     def turn_ended(self) -> None:

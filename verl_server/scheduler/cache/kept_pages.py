@@ -25,7 +25,7 @@ class KeptPages:
         self._pushes = 0
 
     def released(self, node: PageNode, until: float) -> None:
-        """Note that one request fewer holds the path to `node`, whose pages have `until` as `keep_until` now."""
+        """Note that a request no longer holds the path to `node`. `until`: the new `keep_until` of its pages."""
         if until > self._now and node.parent is not None:
             self._pushes += 1
             heapq.heappush(self._expiries, (until, self._pushes, node))
@@ -55,7 +55,7 @@ class KeptPages:
         self.count -= count
 
     def evicted(self, node: PageNode) -> None:
-        """Note that the page of `node` was freed. Its waiting requests want the page above it."""
+        """Note that the page of `node` was freed. Waiting requests that wanted it now want the page above it."""
         if node.is_kept:
             self._forget(node)
             self.changed(node.parent)

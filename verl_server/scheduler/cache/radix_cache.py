@@ -34,7 +34,7 @@ class RadixCache:
     def __init__(
         self, pool: PagePool, page_size: int, disabled: bool = False, returns: ExpectedReturn | None = None
     ) -> None:
-        """Take `returns`, which learns which turns lose their pages before they are continued."""
+        """Create the cache. It reports to `returns` the turns whose pages were evicted before they were continued."""
         self._returns = ExpectedReturn() if returns is None else returns
         self.pool = pool
         self.page_size = page_size
@@ -129,7 +129,7 @@ class RadixCache:
             self._push_if_evictable(left)
 
     def finish(self, node: PageNode) -> None:
-        """Make the pages the first to be evicted that no other path than the one to `node` has."""
+        """Make the pages that only the path to `node` has the first ones to be evicted."""
         left = self._remaining(node)
         if left is None or left.children:
             return

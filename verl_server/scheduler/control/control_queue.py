@@ -154,11 +154,11 @@ class ControlQueue:
         self._step_taken = True
 
     def _owes_progress(self) -> bool:
-        """Return True if generation has not progressed since the last update: many updates must not starve it."""
+        """Return True if generation made no progress since the last update. A series of updates must not stop it."""
         return not self._step_taken or self._scheduler.planner.is_restarting()
 
     def is_ready(self) -> bool:
-        """Return True if `run_ready` has something to do. For a loop that has no request to compute.
+        """Return True if `run_ready` has something to do. Only a loop that has no request to compute calls this.
 
         Such a loop need not look at a request that is being staged, because the stager wakes it, nor at a flush that
         waits for requests which a pause froze.

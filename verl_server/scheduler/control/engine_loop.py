@@ -1,7 +1,7 @@
-"""`EngineLoop`: what `ControlQueue` and `Pauses` need from the loop of an engine.
+"""`EngineLoop`: the interface through which `ControlQueue` and `Pauses` use the loop of an engine.
 
-The embedded `Scheduler` is one, with its `BatchPlanner` and `TpWorker`; `backends.process.Backend` is the other. So
-pauses, transactions and weight updates have the same rules with every engine.
+The embedded `Scheduler`, with its `BatchPlanner` and `TpWorker`, implements it, and so does `backends.process.Backend`.
+So pauses, transactions and weight updates have the same rules with every engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Planner(Protocol):
         """Return True if a request still computes KV again that an update dropped."""
 
     def start_version(self) -> None:
-        """Keep new requests from pages that were computed before. Called after the weights changed."""
+        """Prevent new requests from using pages that were computed before. Called after the weights changed."""
 
     def flush_cache(self) -> None:
         """Empty the prefix cache for all requests that start from now on. Called while none runs."""

@@ -111,7 +111,7 @@ class Entries:
             self._live.setdefault(entry.scope + entry.digest, {})[entry] = None
 
     def left(self, entry: Entry, *, complete: bool) -> None:
-        """Note that a connection has ended. If it was the last one and took too little, the entry waits for a retry."""
+        """Note that a connection has ended. If it was the last one and missed a part, the entry waits for a retry."""
         entry.readers -= 1
         if not complete:
             entry.is_lost = True
@@ -167,7 +167,7 @@ class Entries:
         self._rest(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """Keep a complete answer that was taken whole and that nobody reads: only its key leads to it."""
+        """Keep an answer that was received in full and that nobody reads, if it has a key. Otherwise drop it."""
         if entry.key is None:
             self.drop(entry)
         else:

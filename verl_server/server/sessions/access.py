@@ -83,9 +83,9 @@ class SessionAccess:
     ) -> Response | bool:
         """Find the session of a request, and set `scope["state"]["session"]`. Remove a key from the path.
 
-        Return a refusal; True if a session key permits the request; or False: the ordinary rules decide. `operation` is
-        None if nothing serves the request. `sent_keys` are the keys of the headers.
-        `is_owner`: an owner's key is among them.
+        Return a response that refuses the request, True if a session key permits the request, or False if the ordinary
+        rules decide. `operation` is None if no route serves the request. `sent_keys` are the keys in the headers.
+        `is_owner`: an owner's key is among `sent_keys`.
         """
         in_path: bytes | None = scope.get("state", {}).pop(_STATE, None)
         if not self._owner_keys:
@@ -124,7 +124,7 @@ class SessionAccess:
     def _resolve_header(
         self, scope: Scope, operation: Operation | None, headers: Headers, scope_key: bytes
     ) -> Response | None:
-        """Set the session that X-Session-ID names. An id that nobody created is a hint for routers, as before."""
+        """Set the session that X-Session-ID names. Return a refusal or None. An unknown id is a hint for routers."""
         named = headers.get(SESSION_HEADER)
         if named is None or operation is None or not operation.in_session:
             return None

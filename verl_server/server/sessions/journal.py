@@ -62,7 +62,7 @@ class Journal:
         self._thread.start()
 
     def count(self, record: Record, size: int) -> None:
-        """Note a record that is in the files, so that compaction knows what lives."""
+        """Count the bytes of a record in the files as live or dead. Compaction depends on these counts."""
         if isinstance(record, CutRecord):
             return
         session = _session(record)
@@ -138,7 +138,7 @@ class Journal:
             self._tidy()
 
     def _take(self, timeout: float | None) -> tuple[list[tuple[int, bytes]], bool]:
-        """Wait for records, and return all that wait. True: `close` was called behind them."""
+        """Wait for records. Return (the waiting ones, at most `_BATCH`; True if `close` was called after them)."""
         batch: list[tuple[int, bytes]] = []
         try:
             item = self._queue.get(timeout=timeout)

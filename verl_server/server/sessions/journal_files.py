@@ -184,7 +184,10 @@ class JournalFiles:
             before = read
 
     def _read(self, data: bytes, read: _Read, found: list[Damage], fewest: int | None) -> Iterator[tuple[Any, int]]:
-        """Yield the records of a file up to its damage. `fewest`: records before a torn end; None if it has none."""
+        """Yield (record, bytes) up to the damage of a file.
+
+        An incomplete record counts as a torn end only after `fewest` records. None: the file can have no torn end.
+        """
         while read.size < len(data):
             try:
                 record, end = read_record(data, read.size)

@@ -120,7 +120,7 @@ class SessionLedger:
         return self.table.find(session_id), key
 
     def reward(self, session_id: str, body: RewardBody) -> float | None:
-        """Record a reward, and return the session's. Raise SessionNotFoundError or BadRequestError."""
+        """Record a reward and return `Session.reward`. Raise SessionNotFoundError or BadRequestError."""
         session = self.table.find(session_id)
         check_reward(session, body)
         self.record(RewardRecord(session_id, body.reward, body.turn, body.name))
@@ -154,7 +154,7 @@ class SessionLedger:
         self.record(DeleteRecord(session_id))
 
     def _abort(self, session: Session) -> None:
-        """Abort the running turns of a session and its children, which end."""
+        """Abort the running turns of a session that ends and of its children, and report the end of each of them."""
         for each in self.table.family(session):
             for pending in list(each.pending.values()):
                 if pending.abort is not None:

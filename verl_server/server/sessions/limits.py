@@ -1,4 +1,4 @@
-"""Bounds of all sessions, and what the limits of one session leave. The ledgers ask before they change anything."""
+"""Bounds of all sessions, and checks of one session's limits. The ledgers check before they change anything."""
 
 from __future__ import annotations
 

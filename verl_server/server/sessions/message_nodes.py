@@ -92,9 +92,9 @@ class MessageNodes:
         return parent + 1 if self._common(parent + 1, message[None], parent) else -1
 
     def _common(self, node: int, messages: np.ndarray, parent: int | None = None) -> int:
-        """Return how many messages the records from `node` on have in common with these, each behind the one before.
+        """Return how many of the first `messages` equal the records from `node` on, each following the one before.
 
-        `parent`: what the first record must follow. None: it is known to fit.
+        `parent`: parent that the first record must have. None: the first record is known to have the right parent.
         """
         begin = node * NODE.size
         own = _words(bytes(self.data[begin : begin + NODE.size * len(messages)]))

@@ -56,7 +56,7 @@ async def _parsed(text: str, output: ChatOutput, streamed: bool, call_seed: str)
 
 
 def _hidden(state: ReqState, text: str) -> str:
-    """Return the text of the sampled tokens behind the shown text: a stop string, and what its last token adds."""
+    """Return the sampled text after the shown text: the stop string and the rest of its last token, or ""."""
     reason = state.finish_reason
     if reason is None or not isinstance(reason.matched, str) or state.decode is None:
         return ""

@@ -88,7 +88,7 @@ class RequestTurns:
         self.rids.append(name if index == 0 or rid is None else f"{name}-{index}")
 
     def repeat(self, turn: StoredTurn) -> None:
-        """Let the next sample be a turn that was sampled before."""
+        """Use a turn that was sampled before as the next sample."""
         self.samples.append(turn)
         self.rids.append(turn.stored.rid)
 
@@ -172,7 +172,7 @@ class RequestTurns:
                 self._ledger.note_full(turn.session.id)
 
     def tell_delivered(self, response: Response) -> None:
-        """Let the ledger note when the client's connection took the whole reply."""
+        """Make the ledger note when the client's connection has received the whole reply."""
         if self._replay is None:
             response.background = BackgroundTask(self._delivered, response)
         else:  # called for an answer with an end only

@@ -25,7 +25,7 @@ class RestartGate:
         self._expected: str | None = None
 
     def close(self, version: str | None) -> None:
-        """Close the gate until the weights are confirmed or have this version. None: leave it open."""
+        """Close the gate until the weights are confirmed or have the version `version`. None leaves the gate open."""
         self._expected = version
 
     def __call__(self) -> str | None:

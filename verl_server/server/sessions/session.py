@@ -219,7 +219,7 @@ class Session:
         return self._prompts.get(_place(parent, shared, prompt), 0)
 
     def conversation(self, prompt: bytes) -> tuple[bool, str | None]:
-        """Return (True, name of the child conversation) if a conversation begins with this prompt."""
+        """Return (True if a conversation begins with this prompt, name of its child session or None)."""
         place = _place(-1, 0, prompt)
         return place in self._roots, self._roots.get(place)
 

@@ -196,7 +196,7 @@ class SessionTurns:
     ) -> int | None:
         """Return the turn that a request with SGLang's `session_params` continues, or None if it begins a conversation.
 
-        `answered`: turns of this same request, which comes again. Raise BadRequestError if the turn has not finished.
+        `answered`: turns sampled by an earlier try of the request. Raise BadRequestError if the turn has not finished.
         """
         if given.rid is not None:
             return self._ledger.turn_of(caller, given.rid)

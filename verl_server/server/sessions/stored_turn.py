@@ -28,14 +28,14 @@ class StoredTurn:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What shaped the distribution: `BranchTurn.sampling`."""
+        """The parameters that shaped the distribution: `BranchTurn.sampling`."""
         stored = self.stored
         known = msgspec.json.decode(stored.sampling, type=dict[str, Any]) if stored.sampling else {}
         return known if stored.seed is None else known | {"sampling_seed": stored.seed}
 
     @property
     def policy_logprobs(self) -> PolicyLogprobs:
-        """`BranchTurn.policy_logprobs`. An old record says it only if nothing edited or filtered the distribution."""
+        """`BranchTurn.policy_logprobs`. "unknown" for an old record that may have edits or filters."""
         stored = self.stored
         if stored.policy_logprobs is not None:
             return stored.policy_logprobs

@@ -47,7 +47,7 @@ def branches(turns: Sequence[StoredTurn], mask: Literal["once", "every"], retrie
 
 
 class _Part:
-    """What a branch has of a turn: the turn's own tokens up to `end`, a place in the branch."""
+    """The part of a turn that belongs to a branch: the turn's own tokens up to position `end` of the branch."""
 
     def __init__(self, turn: StoredTurn, end: int) -> None:
         self.turn = turn

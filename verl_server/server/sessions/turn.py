@@ -22,7 +22,7 @@ _FIXED_BYTES = 1200
 
 
 class FinishedTurn(SampledFields, kw_only=True):
-    """What the ledger stores of a turn that has ended."""
+    """The data of an ended turn that the ledger stores."""
 
     next: NextTurn
     reply: ReplyMessage
@@ -43,7 +43,7 @@ class Turn(TurnFields, kw_only=True):
 
     @classmethod
     def of(cls, record: TurnRecord, shared_values: dict[object, object]) -> Turn:
-        """Return the turn of a record. `shared_values` holds values that many turns have in common once."""
+        """Return the turn of a record. `shared_values` stores only once each value that many turns have in common."""
         size = _size(record)
 
         def once(value: object) -> object:

@@ -43,7 +43,7 @@ class TurnLedger:
         end_tokens: Callable[[], list[int]] = list,
         longest: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`end_tokens` returns the model's, `longest` the most tokens of a prompt with its output."""
+        """`end_tokens` returns the model's end tokens, `longest` the most tokens of a prompt with its output."""
         self._ledger, self._table, self._bounds = ledger, ledger.table, ledger.bounds
         self._end_tokens, self._longest = end_tokens, longest
 
@@ -79,7 +79,7 @@ class TurnLedger:
         raise SessionNotFoundError(f"previous_response_id: session {session.id} has no response {response_id[:200]}.")
 
     def turn_of(self, caller: SessionCaller, rid: str) -> int:
-        """Return the last finished turn of a request's name. Raise BadRequestError if there is none."""
+        """Return the number of the last finished turn with request id `rid`. Raise BadRequestError without one."""
         session_id = caller.session_id
         session = self._child(self._table.find(session_id), caller.child)
         found = None if session is None else session.rids.get(rid)
@@ -293,7 +293,7 @@ class TurnLedger:
         return self._table.find(child_id)
 
     def _joined(self, session: Session, next: NextTurn) -> tuple[bytes, int, int]:
-        """Return the ids of the whole prompt, its parent, and how many of its first ids the parent's sequence has.
+        """Return (int32 ids of the whole prompt, parent turn or -1, number of leading ids shared with the parent).
 
         A prompt that keeps no more than the prompt of a turn is a sibling of the turn, not its child.
         """
@@ -345,7 +345,7 @@ class TurnLedger:
 
 
 def _derived(seed: int, what: bytes, ordinal: int = 0) -> int:
-    """Return a seed of 63 bits: it depends on the session's seed, the prompt, and the number of its earlier samples."""
+    """Return a seed of 63 bits, derived from the session's seed, the prompt, and the prompt's earlier samples."""
     digest = hashlib.blake2b(b"%d %d " % (seed, ordinal), digest_size=8)
     digest.update(what)
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -1,15 +1,15 @@
 """The trainer's side of a process group: weights to servers on other hosts.
 
-For a trainer whose servers cannot read its memory. Its first rank calls, with engines that speak HTTP (or any
-object with the two methods of `GroupMember`):
+Use it for servers that cannot read the trainer's memory. The trainer's first rank calls it with engines over HTTP, or
+with any objects that have the two methods of `GroupMember`:
 
     with init_weights_update_group(engines, "10.0.0.7", backend="nccl", device="cuda:0") as group:
         while training:
             ...
             broadcast_weights(group, model.state_dict().items())
 
-All servers get the same broadcasts. What they answer is raised here if it is an error; then the group is closed,
-and a new one must be made. Servers of SGLang can be members too.
+All servers receive the same broadcasts. If a server answers with an error, the call closes the group and raises the
+error; then create a new group. Servers of SGLang can be members too.
 """
 
 from __future__ import annotations

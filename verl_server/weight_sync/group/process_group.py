@@ -58,7 +58,7 @@ class Member(Protocol):
         """Return a buffer of `nbytes` bytes to receive into."""
 
     def free(self, buffer: Tensor) -> None:
-        """Receive nothing into the buffer any more. Its memory is freed with the last tensor in it."""
+        """Stop receiving into the buffer. Its memory is freed with the last tensor in it."""
 
     def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
         """Return a function that waits, in any thread, for one broadcast into each (start, bytes) of the buffer.

@@ -36,7 +36,7 @@ _DTYPES = (
 
 
 def read_number(data: bytes, what: str, most: int) -> int:
-    """Return the number in the 8 bytes of `data`. Raise BadRequestError, which names `what`, outside 0 to `most`."""
+    """Return the little-endian int64 in `data`. Raise BadRequestError, which names `what`, unless it is 0 to `most`."""
     number = int.from_bytes(data, "little", signed=True)
     if not 0 <= number <= most:
         raise BadRequestError(

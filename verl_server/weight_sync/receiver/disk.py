@@ -187,7 +187,10 @@ def _read(file: _File, target: memoryview, offset: int) -> None:
 
 
 def _read_header(fd: int, path: Path, size: int) -> tuple[dict[str, _Entry], int]:
-    """Entries by name, and where the data begins. The entries lie within the file and fit their shapes."""
+    """Return (tensor name -> entry, byte offset of the data). Every entry lies within the file and fits its shape.
+
+    Raise BadRequestError if the file is not a complete safetensors file.
+    """
     try:
         length = int.from_bytes(os.pread(fd, 8, 0), "little")
         if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
@@ -219,7 +222,10 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _check_untouched(file: _File) -> None:
-    """Neither written to, nor replaced: then other files of the folder may belong to another checkpoint already."""
+    """Raise WeightUpdateError if the file was written or replaced since it was opened.
+
+    In this case, other files of the folder may already belong to another checkpoint.
+    """
     seen = [os.fstat(file.fd)]
     with contextlib.suppress(FileNotFoundError):  # deleted is fine: what is open is still whole
         seen.append(os.stat(file.path))

@@ -1,8 +1,8 @@
 """Trainers' memory, opened in a server process: shared memory mapped read-only, CUDA allocations through IPC.
 
-A `Region` is one opened allocation. Whoever reads it holds it, and it is closed when nobody holds it any more:
-plans share what they have in common, and a copy that runs keeps its memory, whatever is forgotten meanwhile. What
-came over the wire is never trusted: a view that leaves its allocation would read, or crash on, foreign memory.
+A `Region` is one opened allocation. Each reader holds a reference to it, and the last reference closes it. So plans
+share regions, and a running copy keeps its memory even if its plan is dropped meanwhile. Received sizes and offsets
+are never trusted: a view that leaves its allocation would read, or crash on, foreign memory.
 
 Shared memory is mapped only if it is sealed against shrinking. Everything else is copied with `pread`
 (`memory_file`), and so are views whose elements lie so far apart that their pages take far more memory.

@@ -206,9 +206,10 @@ class UpdatePlan:
 
 
 def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]]) -> tuple[dict[str, Source], str]:
-    """Source of each slot, and the reasons why the plan cannot be kept for later pushes (empty if it can).
+    """Return (source of each slot, reason). The reason says why later pushes cannot reuse the plan, "" if they can.
 
-    A tied head may come besides the embedding if it is equal, or alone, then it is the embedding.
+    If an update has only one of two tied tensors, it is the source of both. If it has both, their values must be equal:
+    otherwise raise WeightUpdateError.
     """
     found = {name: source for name, source in sources if name not in weight_map.aliases}
     changes = ""

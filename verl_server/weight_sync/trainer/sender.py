@@ -1,9 +1,9 @@
-"""The trainer's side: tensors in, a description of their memory out, the same one while nothing moved.
+"""`WeightSender`: describes the memory of a trainer's tensors. The description is reused while no tensor moves.
 
-`engine.push` has a `WeightSender` for each engine. A push of the same tensors costs a comparison of pointers. A tensor
-that moved, grew or was replaced is noticed, and the set is described again under another id. `exports` makes the memory
-readable for others, `shards` finds which parts of full tensors are here. The caller keeps the tensors alive, and does
-not write to them, until the update was answered.
+`engine.push` has a `WeightSender` for each engine. A push of the same tensors costs a comparison of pointers. If a
+tensor was moved, enlarged or replaced, the sender describes the set again under another id. `exports` makes the memory
+readable for other processes. `shards` finds the parts of full tensors that this rank holds. Until the server has
+answered the update, the caller must keep the tensors alive and must not write to them.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ class _Known:
         return self.layout == MemoryLayout.at(tensors) and self._memory_is_there()
 
     def expect(self, tensors: list[Pushed]) -> None:
-        """`tensors` lie where they were described. If the next push brings the same objects, a guard compares them.
+        """Make a guard for `tensors`, which lie where they were described.
 
-        A guard does not ask for storages, so each must lie in memory that is known to stay while the storage lives.
+        If the next push passes the same objects, the guard compares them. A guard does not read storages. So each
+        tensor must lie in memory that is known to stay while its storage lives.
         """
         if self._guard is not None or not isinstance(tensors, NamedTensors) or not tensors:
             return

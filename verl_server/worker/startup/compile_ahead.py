@@ -51,7 +51,7 @@ needed."""
 
 
 class CompileRequest(msgspec.Struct, frozen=True):
-    """What `compile_process` compiles."""
+    """The request for `compile_process`."""
 
     server_args: str
     """`ServerArgs.to_json()`."""
@@ -92,7 +92,7 @@ def compile_request(server_args: ServerArgs, gpu: GpuKind) -> CompileRequest:
 
 
 def num_processes(server_args: ServerArgs) -> int:
-    """Return the number of processes that compile: those cores that the engine's processes leave, at most 8."""
+    """Return the number of compile processes: 1 to 8, one for each core that no process of the engine needs."""
     return max(1, min(8, len(os.sched_getaffinity(0)) - server_args.ranks_per_node - 1))
 
 

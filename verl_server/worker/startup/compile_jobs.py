@@ -142,7 +142,7 @@ def _run_steps(server_args: ServerArgs) -> None:
 
 
 class _Alone(TpGroup):
-    """The first rank of several, without the others: results have the shapes that they have with all ranks."""
+    """A group of `size` ranks of which only the first exists. Results have the shapes that they have with all ranks."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -43,7 +43,7 @@ _jobs: list[Job] = []
 
 @dataclass(frozen=True)
 class Compiled:
-    """What `compile_all` did."""
+    """The result of `compile_all`."""
 
     compiled: list[str]
     """Names of the kernels that were compiled, once for each specialization."""

@@ -1,6 +1,6 @@
-"""`UpdatedModel`: what weight updates need of a rank's model.
+"""`UpdatedModel`: the interface through which weight updates use a rank's model.
 
-The embedded engine's `ModelRunner` is one. The workers of other engines have theirs in `backends`.
+The embedded engine's `ModelRunner` implements it. `backends` has the implementations for other engines.
 """
 
 from __future__ import annotations

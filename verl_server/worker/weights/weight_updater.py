@@ -83,7 +83,7 @@ class WeightUpdater:
         self._torn_by = ""
         self._released: dict[str, None] = {}
         self._before_sleep: tuple[State, Collection[str]] | None = None
-        """State and unwritten parameters before the release, which a restored backup brings back."""
+        """State and unwritten parameters before the release. They are valid again if the backup is restored."""
 
     def check(self, req: WeightReq) -> None:
         """Raise BadRequestError if the fields of `req` are wrong. Rank 0 calls it on arrival; nothing is opened."""

@@ -58,7 +58,7 @@ class Choices(abc.ABC):
 
     @abc.abstractmethod
     async def choice(self, index: int, state: ReqState) -> dict[str, Any]:
-        """Return a whole choice, without the fields that text and chat share."""
+        """Return a choice of a whole response. `response` adds the fields that text and chat have in common."""
 
     async def response_fields(self, states: Sequence[ReqState]) -> dict[str, Any]:
         """Return the fields of the response that only text or only chat has."""

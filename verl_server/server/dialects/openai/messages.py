@@ -59,7 +59,7 @@ def effort_options(effort: str | float | None) -> dict[str, Any]:
 
 
 def _unused(names: list[str], options: Mapping[str, Any]) -> list[str]:
-    """Return the unused variables. A template that reads one variable of the reasoning effort uses the effort."""
+    """Return the unused variables. If a template reads one variable of the reasoning effort, the effort is used."""
     if "reasoning_effort" not in options:
         return names
     efforts = [name for name in names if name in _EFFORT_VARIABLES]

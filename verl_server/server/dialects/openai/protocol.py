@@ -225,7 +225,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
         return schema
 
     def encode_constraint(self) -> None:
-        """Replace the constraint of the output by its text. So whoever reads the request again encodes no schema."""
+        """Replace the constraint of the output by its text, so that a later reader need not encode the schema again."""
         found = self._constraint()
         for name in CONSTRAINTS:
             setattr(self, name, None)

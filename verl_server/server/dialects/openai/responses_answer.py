@@ -118,7 +118,7 @@ class ResponseAnswer:
     # -- both -----------------------------------------------------------------------------------------------
 
     def _add(self, deltas: Sequence[Delta], entries: bytes = b"") -> list[Event]:
-        """Add deltas. The first piece of content has the log-probabilities of all of it."""
+        """Add deltas. The first content delta gets `entries`: the log-probabilities of all content in `deltas`."""
         events: list[Event] = []
         for delta in deltas:
             if isinstance(delta, ToolCallDelta) and self._one_call and delta.index > 0:
@@ -133,7 +133,7 @@ class ResponseAnswer:
         return "completed" if reason is not None and reason.type == "stop" else "incomplete"
 
     def _object(self, state: ReqState | None, begun: ReqState | None = None) -> dict[str, Any]:
-        """Return the response: of an ended sample, or with `begun` that of a sample that has begun."""
+        """Return the response object of the ended sample `state`, or else of the running sample `begun`."""
         request = self._request
         ended = state if state is not None else begun
         assert ended is not None

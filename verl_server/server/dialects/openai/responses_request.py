@@ -183,7 +183,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         return chat
 
     def check(self, in_session: bool) -> None:
-        """Check what the types do not. Raise BadRequestError."""
+        """Raise BadRequestError for values that the types of the fields permit, but this server does not."""
         if self.previous_response_id is not None and not in_session:
             raise BadRequestError(f"previous_response_id is not supported here: {_NO_STORE}.")
         if self.store and not in_session:

@@ -157,7 +157,7 @@ class ControlApi:
 
         async def change_weights(request: Request) -> Response:
             """Return {"success", "message"} and, if the scheduler returned them, "weight_version", "num_tensors",
-            "not_covered" ({"count", "names"} of the parameters that a new version did not bring, at most 8 names),
+            "not_covered" ({"count", "names"} of the parameters that the update did not write, at most 8 names),
             "lease_seconds", "registration" and "seconds"."""
             reply = await self._control(request, await self._parse(request, kind, carries_tensors=True))
             payload = reply.payload if isinstance(reply.payload, dict) else {}
@@ -190,7 +190,7 @@ class ControlApi:
         return _success(await self._control(request, req), new_version=req.new_version)
 
     async def get_weights_by_name(self, request: Request) -> Response:
-        """Return the rows of the parameter; 400 if no parameter has the name."""
+        """Return the first `truncate_size` rows of the parameter as nested lists; 400 if no parameter has the name."""
         reply = await self._control(request, await self._parse(request, GetWeightsByNameReq))
         return json_response(reply.payload) if reply.success else _message_error(reply)
 

@@ -94,7 +94,7 @@ class HealthApi:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Generate one token. If the queue is full by now, never return: the other requests show progress."""
+        """Generate one token. If the queue is full of other requests, wait until cancelled: they show progress."""
         probe = GenerateReqInput(
             input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         )

@@ -104,7 +104,10 @@ class OpsApi:
         ]
 
     async def start_profile(self, request: Request) -> Response:
-        """Return a line of text. The trace is in `profile_folder` after `/stop_profile`, or after `num_steps`."""
+        """Start to record steps, and return a line of text.
+
+        The trace is written to `ServerArgs.profile_folder` at `/stop_profile`, or after `num_steps` steps.
+        """
         body = await self._body(request, StartProfileReq.__struct_fields__, _PROFILE_REFUSED)
         given = {name: body[name] for name in StartProfileReq.__struct_fields__ if body.get(name) is not None}
         given.pop("id", None)

@@ -39,7 +39,7 @@ class CloseSessionReq(msgspec.Struct, frozen=True):
 
 class SglangSessionApi:
     def __init__(self, ledger: SessionLedger, finish_hint: Callable[[str], None], max_request_bytes: int) -> None:
-        """`finish_hint` is called with each hint that ends."""
+        """`finish_hint` is called with each session hint when the hint ends."""
         self._ledger, self._finish_hint, self._limit = ledger, finish_hint, max_request_bytes
 
     def operations(self) -> list[Operation]:

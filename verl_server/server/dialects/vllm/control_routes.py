@@ -82,9 +82,10 @@ _CARRY_TENSORS = (VllmUpdateWeightsReq, CollectiveRpcReq)
 
 
 class VllmControlApi:
-    """Handlers of requests; and calls, which take the function `carry_out` and their arguments by name.
+    """Handlers of vLLM's control routes, and the calls that `/collective_rpc` offers.
 
-    `_serve` makes a route of a call. `/collective_rpc` calls those in `methods`.
+    A handler takes the HTTP request. A call takes the function `carry_out`, and its own arguments by name. `_serve`
+    makes a route of a call. `/collective_rpc` calls the functions in `methods`.
     """
 
     def __init__(self, manager: TokenizerManager) -> None:
@@ -242,7 +243,7 @@ class VllmControlApi:
         return json_response(await self._sleep.wake_up(self._carry_out(request), tags))
 
     async def is_sleeping(self, request: Request) -> Response:
-        """Return {"is_sleeping"}: whether any memory is released, or `/sleep?level=0` paused generation."""
+        """Return {"is_sleeping"}: true if any memory is released, or if `/sleep?level=0` paused generation."""
         return json_response({"is_sleeping": await self._sleep.is_sleeping(self._carry_out(request))})
 
     # -- methods of workers ---------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Sleep:
     async def wake_up(self, carry_out: CarryOut, tags: Iterable[Any] | None = None) -> dict[str, Any]:
         """Restore memory, and continue generation if `/sleep` paused it and all memory is there.
 
-        Return the answer of `/wake_up`. The server is awake in this case, and if it was awake before.
+        Return the answer of `/wake_up`. Its status is "awake" if no memory remains released, else "sleeping".
         """
         wanted = _chosen(None if tags is None else [str(tag) for tag in tags], {*_MEMORY, _SCHEDULING})
         async with self._lock:

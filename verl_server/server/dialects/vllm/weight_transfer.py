@@ -39,7 +39,7 @@ _BUFFER_BYTES = 1 << 30
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """vLLM's `init_info`. Without an address, updates bring IPC handles."""
+    """vLLM's `init_info`. If it has no address, the updates contain IPC handles."""
 
     master_address: str | None = None
     master_port: int | None = None
@@ -289,7 +289,7 @@ def path_text(given: Any) -> str:
 
 
 def _coverage(reply: ControlReply) -> dict[str, Any]:
-    """{"not_covered"} of a reply with a new version: vLLM's trainers may push a part of the parameters."""
+    """Return {"not_covered"} if the reply has it, else {}. vLLM's trainers may push only a part of the parameters."""
     payload = reply.payload if isinstance(reply.payload, dict) else {}
     return {"not_covered": payload["not_covered"]} if "not_covered" in payload else {}
 

@@ -1,4 +1,4 @@
-"""Codes: values that tell where each element of a checkpoint comes from, for the proof of a `LoadTrace`.
+"""Codes: values that identify the origin of each element of a checkpoint, for the proof of a `LoadTrace`.
 
 The code of an element is a hash of its tensor's number and its position. Two rounds give an element of two bytes 30
 bits. The bits are those of a finite number whose magnitude is below 2, so that a conversion to another floating dtype
@@ -37,7 +37,7 @@ def _hash(index: Tensor, number: int) -> Tensor:
 
 
 def _finite(x: Tensor, itemsize: int) -> Tensor:
-    """Keep the bits of one element without the highest bit of the exponent, as a signed integer."""
+    """Return the low 8 * `itemsize` bits of each hash as a signed integer, the highest bit of the exponent cleared."""
     width = 8 * itemsize
     magnitude = x & ((1 << (width - 2)) - 1)
     return torch.where((x >> (width - 1)) & 1 == 1, magnitude - (1 << (width - 1)), magnitude)
