@@ -1,4 +1,4 @@
-"""Which waiting requests start: within memory and pages, after equal prefills, and behind running episodes."""
+"""Waiting requests start within memory and pages, after equal prefills, and behind running episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step contains: decodes, then chunks of prefills; and which request makes room when pages run out."""
+"""A step contains decodes, then chunks of prefills. When pages run out, the youngest requests make room."""
 
 from __future__ import annotations
 

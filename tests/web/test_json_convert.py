@@ -30,6 +30,8 @@ class Body(msgspec.Struct):
     inners: list[Inner] | None = None
     free: dict[str, Any] | None = None
     kind: str | None = msgspec.field(default=None, name="class")
+    pair: tuple[int, ...] = ()
+    weights: dict[int, float] | None = None
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ class Body(msgspec.Struct):
         ({"ids": [[1.0], [2]]}, {"ids": [[1], [2]]}),
         ({"flags": [1, False]}, {"flags": [True, False]}),
         ({"bias": {"5": "1.5", "6": 2}}, {"bias": {"5": 1.5, "6": 2.0}}),
+        ({"weights": {"5": "1.5"}, "pair": ["4", 5.0]}, {"weights": {5: 1.5}, "pair": (4, 5)}),
         ({"count": None, "share": None, "mode": None}, {"count": 1, "share": 1.0, "mode": "a"}),
         ({"inner": {"flag": None, "count": 2.0}}, {"inner": Inner(count=2)}),
         ({"inners": [{"flag": None}, {"count": None}]}, {"inners": [Inner(), Inner()]}),
@@ -81,6 +84,9 @@ def test_values_that_lose_nothing(given: Any, wanted: dict[str, Any]) -> None:
         {"share": "nan"},
         {"share": "inf"},
         {"bias": {"5": "inf"}},
+        {"weights": {"5": "inf"}},
+        {"weights": {"5": 1.0, "05": 2.0}},
+        {"pair": ["9" * 30]},
         {"inner": {"count": "9" * 30}},
         {"inners": [{"count": "9" * 30}]},
         {"flag": 2},

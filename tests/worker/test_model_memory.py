@@ -1,4 +1,4 @@
-"""What a release and a resume do besides the memory itself: the bound on special sampling, graphs, and warnings."""
+"""A release and a resume set the bound on special sampling, release and reconsider graphs, and warn."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from verl_server.worker.tp_worker import TpWorker
 
 @dataclass
 class Wire:
-    """What rank 0 has broadcast. An empty wire has lost rank 0."""
+    """Holds the commands that rank 0 broadcast. If the wire is empty, rank 0 is lost."""
 
     sent: deque[bytes] = field(default_factory=deque)
     size: int = 2

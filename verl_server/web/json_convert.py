@@ -55,12 +55,14 @@ def _check_texts(place: str, given: Any, read: Any) -> None:
         for field in msgspec.structs.fields(read):
             if field.encode_name in given:
                 _check_texts(f"{place}.{field.encode_name}", given[field.encode_name], getattr(read, field.name))
-    elif isinstance(read, list) and isinstance(given, list):
+    elif isinstance(read, list | tuple) and isinstance(given, list):
         for part, each in zip(given, read, strict=True):
             _check_texts(place, part, each)
     elif isinstance(read, dict) and isinstance(given, dict):
-        for name, each in read.items():
-            _check_texts(f"{place}.{name}", given.get(name), each)
+        if len(given) != len(read):  # "5" and "05" for an integer
+            raise msgspec.ValidationError(f"Expected names that differ - at `{place}`")
+        for (name, part), each in zip(given.items(), read.values(), strict=True):
+            _check_texts(f"{place}.{name}", part, each)
     elif isinstance(given, str) and (
         read is None
         or (type(read) is int and not _LEAST <= read <= _MOST)
