@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from verl_server.server_args import ServerArgs
     from verl_server.weight_sync.handles import LocalSerializedTensor
     from verl_server.weight_sync.trainer.shards import TensorShard
+    from verl_server.weight_version import WeightVersion, new_incarnation
 
 __all__ = [
     "BadRequestError",
@@ -59,8 +60,10 @@ __all__ = [
     "VerlEngine",
     "VerlServerError",
     "WeightUpdateError",
+    "WeightVersion",
     "launch_server",
     "launch_server_from_verl_engine",
+    "new_incarnation",
 ]
 
 _MODULES = {
@@ -72,8 +75,10 @@ _MODULES = {
     "ServerArgs": "verl_server.server_args",
     "TensorShard": "verl_server.weight_sync.trainer.shards",
     "VerlEngine": "verl_server.engine.verl_engine",
+    "WeightVersion": "verl_server.weight_version",
     "launch_server": "verl_server.server.launch",
     "launch_server_from_verl_engine": "verl_server.server.launch",
+    "new_incarnation": "verl_server.weight_version",
 }
 
 

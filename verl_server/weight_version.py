@@ -1,0 +1,70 @@
+"""`WeightVersion`: names the weights that one incarnation of a writer made, such as "13@5f2c9a1e".
+
+A step number alone is no name. A run that is killed after step 13 and resumed from step 12 trains another step 13,
+while servers, caches, session stores and trajectories still hold the weights or tokens of the lost one. So every start
+of a writer (a training run that begins, is resumed or forked; a server, for the pushes that bring no label) draws an
+*incarnation*, and the versions that it makes are numbered within it.
+
+On the wire, a version is the string NUMBER@INCARNATION: the number in decimal digits without leading zeros, and 8
+lowercase hexadecimal digits. Every other string is a *free label*. Two free labels are equal or not, and neither is the
+newer one. Equal free labels do not prove equal weights either, because nobody knows who chose them, and when.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+from dataclasses import dataclass
+
+from verl_server.errors import BadRequestError
+
+_FORM = re.compile("(0|[1-9][0-9]{0,17})@([0-9a-f]{8})")
+
+
+def new_incarnation() -> str:
+    """Draw the incarnation of a start. The ranks of a run share the one that rank 0 draws."""
+    return secrets.token_hex(4)
+
+
+@functools.total_ordering
+@dataclass(frozen=True)
+class WeightVersion:
+    """Version `number` of an incarnation. `str` returns the label, `parse` reads it.
+
+    Versions of one incarnation are ordered. Comparing those of two incarnations with `<` raises BadRequestError.
+    """
+
+    number: int
+    """At least 0, and less than 10**18."""
+    incarnation: str
+    """8 lowercase hexadecimal digits (`new_incarnation`)."""
+
+    def __post_init__(self) -> None:
+        if _FORM.fullmatch(str(self)) is None:
+            raise BadRequestError(
+                f"{self} is no weight version: it needs a number from 0 to 10**18 - 1, and 8 hexadecimal digits."
+            )
+
+    @classmethod
+    def parse(cls, label: str) -> WeightVersion | None:
+        """Return the version that `label` names, or None for a free label."""
+        found = _FORM.fullmatch(label)
+        return None if found is None else cls(int(found[1]), found[2])
+
+    def next(self) -> WeightVersion:
+        """Return the version after this one."""
+        return WeightVersion(self.number + 1, self.incarnation)
+
+    def __str__(self) -> str:
+        return f"{self.number}@{self.incarnation}"
+
+    def __lt__(self, other: WeightVersion) -> bool:
+        if not isinstance(other, WeightVersion):
+            return NotImplemented
+        if self.incarnation != other.incarnation:
+            raise BadRequestError(
+                f"The weight versions {self} and {other} have no order: they are of two incarnations, and the numbers "
+                "of one say nothing about those of the other."
+            )
+        return self.number < other.number
