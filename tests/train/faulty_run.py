@@ -36,22 +36,27 @@ STEP = 2
 class Engine:
     url = "http://nowhere"
 
-    def update_weights_from_tensor(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self) -> None:
+        self.pushed: list[str] = []
+
+    def update_weights_from_tensor(self, *_: Any, weight_version: str, **__: Any) -> None:
+        self.pushed.append(weight_version)
 
 
 class Player:
-    """Plays for no time at all, unless `wait` is set."""
+    """Plays with the newest weights of `engine` for no time at all, unless `wait` is set."""
 
     environment_url = "http://nowhere"
     is_agent = False
     wait: Callable[[], Any] | None = None
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
     def run(self, tasks: Sequence[Task], on_finish: Any = None) -> Rollout:
         if self.wait is not None:
             asyncio.run(self.wait())
-        version = str(int((tasks[0].episode_id or "0").split("-")[0]))
-        return Rollout(trajectories=[_trajectory(task, version) for task in tasks], seconds=0.1)
+        return Rollout(trajectories=[_trajectory(task, self._engine.pushed[-1]) for task in tasks], seconds=0.1)
 
 
 def _trajectory(task: Task, version: str) -> Trajectory:
@@ -206,11 +211,12 @@ def _fail(*_: Any) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     fault, rank, *rest = arguments
-    player = Player()
+    engine = Engine()
+    player = Player(engine)
 
     @contextlib.contextmanager
     def serving(*_: Any) -> Iterator[tuple[Any, None]]:
-        yield Engine(), None
+        yield engine, None
 
     @contextlib.contextmanager
     def playing(*_: Any) -> Iterator[Player]:

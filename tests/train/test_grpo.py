@@ -147,10 +147,10 @@ def test_steps_against_a_real_server(policy_folder: Path, server_url: str, envir
     assert (metrics[0].logprob_gap or 0) > 0, (
         "the first gap must not be 0; later gaps may be, when the policy is certain"
     )
-    version = 0
+    version, incarnation = 0, run.weight_version.incarnation
     for number, step in enumerate(steps):
         sampled = {v for t in step.rollout.trajectories for v in t.weight_versions if v}
-        assert sampled == {metrics[number].weight_version} == {str(version)}
+        assert sampled == {metrics[number].weight_version} == {f"{version}@{incarnation}"}
         version = version if metrics[number].skipped else number + 1
     assert sum(m.reward or 0 for m in metrics[-2:]) / 2 > (metrics[0].reward or 0) + 0.2
     assert metrics[0].losses["grad_norm"] > 0
@@ -166,7 +166,7 @@ def test_steps_with_nothing_to_train_on_change_nothing(
     limits = Limits(max_turns=3, max_new_tokens=1)
     trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), config, 5, CPU)
     with attach_engine(server_url) as engine, AgentLoop(server_url, environment_url, renderer, limits=limits) as loop:
-        run = GRPO(trainer, engine, loop, all_ranks())
+        run = GRPO(trainer, engine, loop, all_ranks(), incarnation="5f2c9a1e")
         run.push()
         steps = []
         for number in range(5):
@@ -177,7 +177,7 @@ def test_steps_with_nothing_to_train_on_change_nothing(
             )
             assert changed == (number not in (1, 3))
     metrics = [step.metrics for step in steps]
-    assert [m.weight_version for m in metrics] == ["0", "1", "1", "3", "3"]
+    assert [m.weight_version for m in metrics] == [f"{number}@5f2c9a1e" for number in (0, 1, 1, 3, 3)]
     assert [m.failed for m in metrics] == [12, 24, 0, 0, 0]
     assert [m.skipped is not None for m in metrics] == [False, True, False, True, False]
     assert str(metrics[1].skipped).startswith("24 of 24 episodes failed: 24 x ws://")
@@ -206,7 +206,7 @@ def test_a_rollout_that_fails_on_one_rank_is_raised_on_all(
             raise ServerUnavailableError("No generation succeeded.")
 
     monkeypatch.setattr(ranks, "gather", noted)
-    run = GRPO(trainer, None, NoServer(), ranks)  # type: ignore[arg-type]
+    run = GRPO(trainer, None, NoServer(), ranks, incarnation="5f2c9a1e")  # type: ignore[arg-type]
     with pytest.raises(ServerUnavailableError):
         run.step()
     assert gathered == ["GRPO.step"]

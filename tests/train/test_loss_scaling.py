@@ -97,12 +97,9 @@ def test_a_step_that_overflows_is_skipped_and_not_counted(
 def test_a_version_is_pushed_only_if_a_step_changed_the_weights(
     trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pushed: list[str] = []
     engine = Engine()
-    monkeypatch.setattr(
-        engine, "update_weights_from_tensor", lambda *_, weight_version, **__: pushed.append(weight_version)
-    )
-    run = GRPO(trainer, engine, Player(), all_ranks())  # type: ignore[arg-type]
+    run = GRPO(trainer, engine, Player(engine), all_ranks(), incarnation="5f2c9a1e")  # type: ignore[arg-type]
+    run.push()
     run.step()
     with monkeypatch.context() as patched:
         multiply_loss(patched, 1e30)
@@ -110,7 +107,7 @@ def test_a_version_is_pushed_only_if_a_step_changed_the_weights(
     assert (metrics.skipped, metrics.skipped_optimizer_steps, metrics.loss_scale) == (None, 1, 2.0**15)
     assert (run.version, run.next_step, run.progress().version, run.progress().next_step) == (1, 2, 1, 2)
     run.step()
-    assert pushed == ["1", "3"]
+    assert engine.pushed == ["0@5f2c9a1e", "1@5f2c9a1e", "3@5f2c9a1e"]
 
 
 def test_overflows_at_every_scale_end_the_run(trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

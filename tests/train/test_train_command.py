@@ -17,6 +17,7 @@ from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
 from verl_server.train.grpo import main
 from verl_server.train.options import TrainArgs
+from verl_server.weight_version import WeightVersion
 
 SETTINGS = ["--no-chat", "--max-turns", "3", "--max-new-tokens", "1", "--device", "cpu", "--retry-pause", "0"]
 SETTINGS += ["--grpo.groups", "4", "--grpo.group-size", "6", "--grpo.minibatches", "1", "--grpo.epochs", "1"]
@@ -126,7 +127,13 @@ def test_a_run_gives_up_with_everything_saved_and_is_resumed(
 
     assert main([*command, "--steps", "4", "--resume"]) == 0
     metrics = lines(out / "metrics.jsonl")
-    assert [(line["step"], line["weight_version"]) for line in metrics] == [(0, "0"), (1, "1"), (2, "1"), (3, "3")]
+    versions = [WeightVersion.parse(line["weight_version"]) for line in metrics]
+    assert [version and version.number for version in versions] == [0, 1, 1, 3]
+    # The second start is an incarnation of its own: its version 1 is not the one that the first start pushed.
+    first, second, third, fourth = (version and version.incarnation for version in versions)
+    assert first == second != third == fourth
+    written = json.loads((out / "checkpoint-4" / "run.json").read_text())
+    assert (written["version"], written["incarnation"]) == (3, fourth)
     assert [line["skipped"] is None for line in metrics] == [True, False, True, False]
     assert all(line["logprob_gap"] < 1e-4 for line in metrics if line["logprob_gap"] is not None)
     assert [line["step"] for line in lines(out / "trajectories.jsonl")] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4

@@ -47,11 +47,14 @@ class Progress:
     next_step: int
     """The step to run next."""
     version: int
-    """Version under which these weights are pushed to the server."""
+    """Number of the version of these weights."""
     has_optimizer_state: bool = True
     """False before the first optimizer step."""
     loss_scaling: dict[str, Any] | None = None
     """State of `LossScaling`; absent in the checkpoint of a run that does not scale its loss."""
+    incarnation: str | None = None
+    """Incarnation that wrote the checkpoint: its version was `version`@`incarnation` (`weight_version`). A run that
+    continues from it pushes the weights under an incarnation of its own."""
 
 
 class CheckpointError(VerlServerError):
@@ -153,17 +156,18 @@ def save_checkpoint(
     next_step: int,
     version: int,
     loss_scaling: dict[str, Any] | None = None,
+    incarnation: str | None = None,
     saving: SaveGroup | None = None,
 ) -> Path:
     """Write a checkpoint to a folder of its own, remove the older ones, and return the folder.
 
     The folder appears when all of it is on the disk. Do nothing if the newest checkpoint already is of this step.
-    `loss_scaling` is the result of `LossScaling.state_dict()`. `saving` has the connections to use; by default they are
-    made for this call. Raise CheckpointError on all ranks if a rank cannot write.
+    `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version. `saving` has the
+    connections to use; by default they are made for this call. Raise CheckpointError on all ranks if a rank cannot write.
     """
     saving = saving or SaveGroup.of_all_ranks()
     folder = out / f"checkpoint-{next_step}"
-    progress = Progress(next_step, version, bool(optimizer.state), loss_scaling)
+    progress = Progress(next_step, version, bool(optimizer.state), loss_scaling, incarnation)
 
     def begin(_: list[bytes]) -> str | None:
         return None if latest_checkpoint(out) == folder and _is_whole(folder) else str(temporary_folder(folder))

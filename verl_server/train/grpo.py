@@ -41,7 +41,9 @@ from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup, full, over_ranks
 from verl_server.train.run import Player, RunParts, Step
 from verl_server.train.run_end import Progressing, StepCounter
+from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.stopping import StopRequest
+from verl_server.weight_version import WeightVersion, new_incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -238,15 +240,20 @@ class GRPO:
         ranks: RankGroup,
         stop: StopRequest | None = None,
         alarm: GapAlarm | None = None,
+        incarnation: str | None = None,
     ) -> None:
-        """`stop` is a request to stop, which interrupts rollouts. `alarm` judges the gap of log-probabilities."""
+        """Prepare the run. All ranks call it together.
+
+        `stop` is a request to stop, which interrupts rollouts. `alarm` judges the gap of log-probabilities.
+        `incarnation` is that of this start of the run, equal on all ranks; by default rank 0 draws one.
+        """
         self.trainer = trainer
         self.engine = engine
         self.loop = loop
         self.steps = trainer.steps
         self.next_step = 0
         self.version = 0
-        """Version of the served weights: one more than the number of the step that trained them; 0 before training."""
+        """Number of the served version: one more than the number of the step that trained it; 0 before training."""
         self._ranks = ranks
         self._stop = stop or StopRequest()
         self._alarm = alarm
@@ -254,6 +261,12 @@ class GRPO:
             raise BadRequestError(f"groups={trainer.config.groups} does not divide over {ranks.size} ranks.")
         self._groups = trainer.config.groups // ranks.size
         self._first_group = ranks.rank * self._groups
+        self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """Version of the served weights. No other start of the run has versions of this incarnation."""
+        return WeightVersion(self.version, self._incarnation)
 
     def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
         """Roll out with the current weights, train on the episodes, and push the new weights.
@@ -263,7 +276,7 @@ class GRPO:
         training, if the alarm finds the gap too large, and NonFiniteError before an optimizer step that would break the
         weights.
         """
-        step, version = self.next_step, str(self.version)
+        step, version = self.next_step, str(self.weight_version)
         rollout, samples, report = self._roll_out(on_finish)
         start = time.monotonic()
         gap = self.trainer.compare_logprobs(rollout.trajectories, version) if report.trainable else None
@@ -303,19 +316,20 @@ class GRPO:
             self.trainer.optimizer,
             next_step=reached.next_step,
             version=reached.version,
+            incarnation=self._incarnation,
             loss_scaling=self.trainer.scaling.state_dict(),
             saving=saving,
         )
 
     def load(self, checkpoint: Path) -> None:
-        """Continue from the folder of a checkpoint. All ranks call it."""
+        """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
         progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer)
         self.next_step, self.version = progress.next_step, progress.version
         self.trainer.scaling.load_state_dict(progress.loss_scaling)
 
     def push(self) -> None:
-        """Copy the trainer's weights into the server, as version `self.version`."""
-        named_weights, version = self.trainer.policy.named_weights, str(self.version)
+        """Copy the trainer's weights into the server, as version `self.weight_version`."""
+        named_weights, version = self.trainer.policy.named_weights, str(self.weight_version)
         try:
             self.engine.update_weights_from_tensor(named_weights(), weight_version=version, partial=False)
         except ServerRestartedError as error:
@@ -334,6 +348,7 @@ class GRPO:
         def play() -> bytes:
             with self._stop.interruptible():
                 rollout = self.loop.run(tasks, on_finish)
+            leave_out_other_versions(rollout.trajectories, self.weight_version)
             samples = group_advantages(rollout.trajectories, config.normalize_std)
             mine.append((rollout, samples))
             report = report_rollout(
@@ -356,7 +371,7 @@ class GRPO:
 def make_grpo(args: TrainArgs, parts: RunParts) -> GRPO:
     """Return the algorithm of a run with the options `args`."""
     trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
-    return GRPO(trainer, parts.engine, parts.player, parts.ranks, parts.stop, parts.alarm)
+    return GRPO(trainer, parts.engine, parts.player, parts.ranks, parts.stop, parts.alarm, parts.incarnation)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -203,7 +203,8 @@ class StepMetrics:
 
     step: int
     weight_version: str
-    """Version of the weights with which the step's trajectories were sampled."""
+    """Version of the weights with which the step's trajectories were sampled: NUMBER@INCARNATION. Each start of a run
+    (also with `--resume`) is an incarnation of its own."""
     ranks: int
     """Number of trainer ranks."""
     reward: float | None

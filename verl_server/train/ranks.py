@@ -81,7 +81,7 @@ class SaveGroup:
 
 def launch_engine(model_path: str, device: torch.device, **settings: Any) -> VerlEngine:
     """Launch a rollout server in a process of its own, which all ranks share. `settings` are fields of `ServerArgs`."""
-    defaults: dict[str, Any] = {"tp_size": 1, "device": device.type, "weight_version": "0"}
+    defaults: dict[str, Any] = {"tp_size": 1, "device": device.type}
     return VerlEngine(_cpu_mesh(), launch_server=True, **(defaults | {"model_path": model_path} | settings))
 
 

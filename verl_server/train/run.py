@@ -57,6 +57,7 @@ from verl_server.train.run_folder import RunFolder
 from verl_server.train.run_settings import run_settings
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.train.stopping import StopRequest
+from verl_server.weight_version import new_incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,8 @@ class RunParts:
     """A request to stop, which interrupts rollouts."""
     alarm: GapAlarm | None
     """Judges the gap of log-probabilities."""
+    incarnation: str
+    """Incarnation of the weight versions of this start of the run, equal on all ranks (`weight_version`)."""
 
 
 def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], stop: StopRequest) -> None:
@@ -134,6 +137,7 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
     dtype = check_dtype_options(args)
     device = setup_ranks(args.device, args.rank_timeout)
     ranks = all_ranks(args.rank_timeout)
+    incarnation = ranks.call("incarnation", lambda _: new_incarnation())
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         for name in ("verl_server.train", "verl_server.logprob_gap"):
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -165,7 +169,7 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
             # With two dtypes, the bounds are those of the coarsest one.
             bounds = torch.bfloat16 if args.allow_dtype_mismatch else dtype
             alarm = None if args.gap_alarm == "off" else GapAlarm(bounds, stops=args.gap_alarm == "stop")
-            algorithm = make(args, RunParts(policy, device, engine, player, ranks, stop, alarm))
+            algorithm = make(args, RunParts(policy, device, engine, player, ranks, stop, alarm, incarnation))
             if checkpoint is not None:
                 algorithm.load(Path(checkpoint))
             ranks.call("RunFolder.begin", lambda _: folder.begin())

@@ -1,0 +1,41 @@
+"""`leave_out_other_versions`: a step trains on tokens of its own weights only.
+
+The server's word decides, token by token. Tokens of other weights come from a server that was started again and not yet
+healed, from one that another trainer pushes to, or from a run that was killed and whose tokens are still around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode
+from verl_server.weight_version import WeightVersion
+
+
+def leave_out_other_versions(trajectories: Sequence[Trajectory], version: WeightVersion) -> None:
+    """Turn each episode with a reward into a failed one if weights other than `version` sampled one of its tokens.
+
+    The branches of an agent's episode fail together. Their reward is removed, so that nothing trains on them, and their
+    error names the versions and the reward.
+    """
+    expected = str(version)
+    for branches in by_episode(trajectories):
+        sampled = [v for branch in branches for v in _sampled(branch)]
+        others = dict.fromkeys(v for v in sampled if v != expected)
+        if not others or branches[0].reward is None:
+            continue
+        names = ", ".join(v or "(no version)" for v in list(others)[:3]) + (", ..." if len(others) > 3 else "")
+        count = sum(v != expected for v in sampled)
+        error = (
+            f"{count} of {len(sampled)} sampled tokens are of the weights {names} instead of {expected}, which this "
+            "step trains. Does another trainer push to this server, or was the server started again? The episode, with "
+            f"the reward {branches[0].reward:g}, is left out of training."
+        )
+        for branch in branches:
+            branch.reward, branch.stop_reason, branch.error = None, StopReason.GENERATION_ERROR, error
+
+
+def _sampled(trajectory: Trajectory) -> list[str]:
+    """Return the version of each sampled token."""
+    pairs = zip(trajectory.weight_versions, trajectory.loss_mask, strict=True)
+    return [version for version, is_sampled in pairs if is_sampled]
