@@ -111,8 +111,9 @@ class ServerArgs:
     reasoning_parser: str | None = None
     """Format in which the model writes its reasoning: `qwen3`, `deepseek-r1` (the output always begins with the
     reasoning), `mistral` or `none`. Default: the format that the chat template describes."""
-    weight_version: str = "default"
-    """Version label of the weights that are loaded at the start."""
+    weight_version: str | None = None
+    """Version label of the weights that are loaded at the start (None: "default"). It states which weights these are:
+    sessions of `session_store` continue at once if their last turn has this label."""
 
     # -- engine --------------------------------------------------------------------------------------------
     engine: Literal["embedded", "vllm"] = "embedded"
@@ -436,6 +437,11 @@ class ServerArgs:
     def ranks_per_node(self) -> int:
         """Number of tensor-parallel processes on each host."""
         return self.tp_size // self.nnodes
+
+    @property
+    def loaded_version(self) -> str:
+        """Version label of the weights that are loaded at the start."""
+        return "default" if self.weight_version is None else self.weight_version
 
     @property
     def is_loopback(self) -> bool:

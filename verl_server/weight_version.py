@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from verl_server.errors import BadRequestError
@@ -68,3 +69,23 @@ class WeightVersion:
                 "of one say nothing about those of the other."
             )
         return self.number < other.number
+
+
+class OwnVersions:
+    """The versions that a server, or the adapter of a server, makes for weights that come without a label."""
+
+    def __init__(self, draw: Callable[[], str] = new_incarnation) -> None:
+        """`draw` returns an incarnation, the same on all ranks. It is called when the first label is needed."""
+        self._draw = draw
+        self._newest: WeightVersion | None = None
+
+    def next_label(self) -> str:
+        """Return a label that no weights had before."""
+        self._newest = (self._newest or WeightVersion(0, self._draw())).next()
+        return str(self._newest)
+
+    def note(self, label: str) -> None:
+        """Take note of a caller's label. If it is of this incarnation, the next label is of another one."""
+        version = WeightVersion.parse(label)
+        if version is not None and self._newest is not None and version.incarnation == self._newest.incarnation:
+            self._newest = None

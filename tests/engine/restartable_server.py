@@ -16,15 +16,17 @@ from verl_server.messages.weight_requests import (
     UpdateWeightsFromTensorReq,
 )
 from verl_server.server.http_process import HttpServer
+from verl_server.weight_version import OwnVersions
 
 PARAMETERS = INFO["num_parameters"]
 
 
 class Weights:
-    """Answers weight requests as a scheduler would, but holds no weights: it counts versions and parameters."""
+    """Answers weight requests as a scheduler would, but holds no weights: it counts labels and parameters."""
 
     def __init__(self) -> None:
-        self.version, self.sizes, self.sources = 0, dict[str, int](), list[str]()
+        self.own_label, self.sizes, self.sources = "", dict[str, int](), list[str]()
+        self._own_versions = OwnVersions()
 
     def __call__(self, req: Any) -> io.ControlReply:
         size, source = 0, ""
@@ -44,10 +46,12 @@ class Weights:
             return io.ControlReply(id=req.id, success=True)
         if size < PARAMETERS and not req.partial:
             return io.ControlReply(id=req.id, success=False, message="it misses parameters", status_code=400)
-        self.version += 1
+        label = req.weight_version
+        if label is None:
+            label = self.own_label = self._own_versions.next_label()
         self.sources.append(source)
         coverage = {"count": PARAMETERS - size, "names": []}
-        payload = {"weight_version": req.weight_version or str(self.version), "not_covered": coverage}
+        payload = {"weight_version": label, "not_covered": coverage}
         return io.ControlReply(id=req.id, success=True, message="done", payload=payload)
 
 

@@ -93,7 +93,7 @@ def test_episodes_wait_until_the_server_was_healed(
     assert [t.stop_reason for t in rollout.trajectories] == [StopReason.DONE] * len(TASKS), rollout
     assert server.generated > 0
     updates = [m for m in server.stack.scheduler.received if isinstance(m, UpdateWeightsFromDiskReq)]
-    assert [update.weight_version for update in updates] == (["7"] if settle == "heal" else [])
+    assert len(updates) == (1 if settle == "heal" else 0)
 
 
 def test_episodes_wait_within_a_bound(server: Server, trainer: HttpServerEngineAdapter) -> None:

@@ -13,6 +13,7 @@ from verl_server.messages.io_struct import ControlReply
 from verl_server.messages.weight_requests import StagedReq
 from verl_server.models.loader import WeightMap, WeightSlot
 from verl_server.server_args import ServerArgs
+from verl_server.weight_version import WeightVersion
 from verl_server.worker.agreement import agree
 from verl_server.worker.weights.stager import UNLIKE_NAMES, digest_of_names
 from verl_server.worker.weights.weight_sources import WeightSources, needs_staging
@@ -205,6 +206,13 @@ class Ranks:
     @property
     def version(self) -> str:
         return self.updaters[0].version
+
+    @property
+    def number(self) -> int:
+        """The number of a version that the server itself has named."""
+        version = WeightVersion.parse(self.version)
+        assert version is not None, self.version
+        return version.number
 
     @property
     def refusal(self) -> str | None:

@@ -296,10 +296,10 @@ class HttpServerEngineAdapter(EngineBase):
         """Push the weights to a server that was started again, and accept its new run. Return (True, message).
 
         The weights are `named_tensors`. Without `named_tensors` they are the current values of the registered weights
-        or, if none are registered, the folder that the newest update loaded. `version` is their label; default: the
-        version that the server had before the restart. Set `version` if the weights have changed since then. `partial`
-        permits a push in which parameters are missing; the server keeps the values that it loaded for these. `mode` is
-        the treatment of running requests, as in every update.
+        or, if none are registered, the folder that the newest update loaded. `version` is their label; by default the
+        server makes a new one, because the weights may have changed since the last push. `partial` permits a push in
+        which parameters are missing; the server keeps the values that it loaded for these. `mode` is the treatment of
+        running requests, as in every update.
 
         If the server is still starting, the call waits, at most `ServerArgs.startup_timeout` seconds. All other calls
         raise ServerRestartedError until this call has succeeded. The new run has no process groups: create them again.
@@ -370,7 +370,7 @@ class HttpServerEngineAdapter(EngineBase):
     def _healed(self, version: str | int | None, push: Callable[[str | None], tuple[bool, str]]) -> tuple[bool, str]:
         """Call `push` with the label of the new version, for the server's current run, and accept this run."""
         instance, _ = self._wait_for_server()
-        label = self._instance.weight_version if version is None else str(version)
+        label = None if version is None else str(version)
         if instance != self._instance.id:
             self._transaction = None  # the transaction ended with the previous run
         with self._instance.addressing(instance):

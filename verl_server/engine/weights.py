@@ -104,7 +104,7 @@ class EngineWeights(abc.ABC):
         """Copy the current values of the registered weights into the served weights.
 
         Storage that has moved since the registration is registered again. `version` is the label of the new weights;
-        default: the next integer. The weights must contain every parameter, unless `partial=True`.
+        by default the server makes one. The weights must contain every parameter, unless `partial=True`.
         """
         req = push_request(None, flush_cache, version, options)
         result: tuple[bool, str] = self._weight_pusher().push(lambda push: self.send_update(push, req))

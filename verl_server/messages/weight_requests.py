@@ -13,7 +13,7 @@ import msgspec
 from verl_server.weight_sync.handles import LocalSerializedTensor, PickledHandles, Shape, WeightsDescription
 
 VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
-"""Label of a weight version. If a label has digits only, the default label of the next version is the next integer."""
+"""Label of a weight version, kept as it is: NUMBER@INCARNATION (`weight_version`), or another text, without order."""
 TransactionId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 UpdateMode = Literal["wait", "in_place", "retract", "abort"]
 """Treatment of running requests in an update; see `UpdateWeightsFromTensorReq.mode`."""
@@ -54,7 +54,7 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     "in_place": they keep their KV cache. "retract": they compute it again under the new weights. "abort": they return
     partial output. Ignored while generation is paused and in a transaction."""
     weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer. In a transaction, the end of the transaction sets it."""
+    """Label of the new version; by default the server makes one. In a transaction, its end sets the label."""
     transaction_id: TransactionId | None = None
     """The transaction (`BeginWeightUpdateReq`) that this call belongs to."""
     strict_dtype: bool = False
@@ -126,7 +126,7 @@ class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     transaction_id: TransactionId | None = None
     """Id of the transaction; null for a transaction without an id."""
     weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer."""
+    """Label of the new version; by default the server makes one."""
     flush_cache: bool = True
     """No effect; see `UpdateWeightsFromTensorReq`."""
     discard: bool = False
@@ -193,7 +193,7 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     mode: UpdateMode = "wait"
     """Treatment of running requests; see `UpdateWeightsFromTensorReq`."""
     weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer."""
+    """Label of the new version; by default the server makes one."""
     transaction_id: TransactionId | None = None
     """The transaction (`BeginWeightUpdateReq`) that this update belongs to."""
     selector: str = "all"
@@ -223,7 +223,7 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     mode: UpdateMode = "wait"
     """Treatment of running requests; see `UpdateWeightsFromTensorReq`."""
     weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer."""
+    """Label of the new version; by default the server makes one."""
     transaction_id: TransactionId | None = None
     """The transaction (`BeginWeightUpdateReq`) that this update belongs to."""
     keep_pause: bool = False

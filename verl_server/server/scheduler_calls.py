@@ -51,7 +51,7 @@ class ControlCalls:
         """Take `serial`, which yields ids, and `encode`, which raises BadRequestError for what it cannot encode."""
         self.pause: Pause | None = None
         """The current pause of generation."""
-        self.weight_version = server_args.weight_version
+        self.weight_version = server_args.loaded_version
         self.weights_confirmed = False
         """True once an update has written every parameter, or the owner has accepted the weights that the server loaded
         at its start (`accept_restart`). Clients that know an earlier run of this server wait until this is True."""

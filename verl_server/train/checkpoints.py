@@ -162,8 +162,9 @@ def save_checkpoint(
     """Write a checkpoint to a folder of its own, remove the older ones, and return the folder.
 
     The folder appears when all of it is on the disk. Do nothing if the newest checkpoint already is of this step.
-    `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version. `saving` has the
-    connections to use; by default they are made for this call. Raise CheckpointError on all ranks if a rank cannot write.
+    `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version. `saving` has
+    the connections to use; by default they are made for this call. Raise CheckpointError on all ranks if a rank cannot
+    write.
     """
     saving = saving or SaveGroup.of_all_ranks()
     folder = out / f"checkpoint-{next_step}"

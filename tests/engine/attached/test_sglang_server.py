@@ -17,6 +17,7 @@ from verl_server.engine import http
 from verl_server.engine.attached.sglang_server import SglangServer
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.models.tiny import make_model_folder
+from verl_server.weight_version import WeightVersion
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
@@ -110,6 +111,22 @@ def test_a_failed_update_in_place_stays_paused(start: Start) -> None:
         server.answers["/continue_generation"] = (200, {})
         adapter.update_weights_from_disk("/folder")
     assert server.called == ["/pause_generation", *update, *update, "/continue_generation"]
+
+
+def test_an_update_without_a_label_gets_a_new_one(start: Start) -> None:
+    """SGLang would keep the label of the weights before. The next adapter must not count the same labels again."""
+    answers: Any = {
+        "/server_info": (200, {"version": "0.5.16", "internal_states": [{}]}),
+        "/update_weights_from_disk": (200, {"success": True, "message": "ok"}),
+    }
+    server = start(answers)
+    for label in (None, None, "13"):
+        with HttpServerEngineAdapter.attach(server.url) as adapter:
+            adapter.update_weights_from_disk("/folder", weight_version=label)
+            adapter.update_weights_from_disk("/folder")
+    labels = [body["weight_version"] for path, body in server.posted if path == "/update_weights_from_disk"]
+    assert len(set(labels)) == 6 and labels[4] == "13"
+    assert [WeightVersion.parse(label) is None for label in labels] == [False] * 4 + [True, False]
 
 
 def test_a_session_stays_here(start: Start) -> None:

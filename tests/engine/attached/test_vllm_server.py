@@ -78,7 +78,7 @@ def test_an_update_is_written_in_a_pause(
     adapter.update_weights_from_disk("/folder", mode=mode)
     assert server.called == [*calls, "/collective_rpc", "/resume"]
     assert server.posted[-2][1]["kwargs"] == {"weights_path": "/folder"}
-    assert adapter.generate("x")["meta_info"]["weight_version"] == "1"
+    assert adapter.generate("x")["meta_info"]["weight_version"].startswith("2@")
 
 
 def test_a_cache_that_is_in_use_is_said(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
@@ -150,8 +150,21 @@ def test_requests_of_two_versions_share_no_page(adapter: HttpServerEngineAdapter
     adapter.generate("x", extra_key="k")
     adapter.update_weights_from_disk("/folder")
     adapter.generate("x", extra_key="k")
+    first, second = (body["cache_salt"] for path, body in server.posted if path == "/v1/completions")
+    assert first != second and first.endswith(":k:") and second.endswith(":k:")
+
+
+def test_two_adapters_of_a_server_share_no_page_of_it(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
+    """A trainer that was killed has left weights and their pages. The next one has other weights of the same number."""
+    with HttpServerEngineAdapter.attach(server.url) as later:
+        for trainer, incarnation in ((adapter, "aaaaaaaa"), (later, "bbbbbbbb")):
+            trainer.generate("x")
+            trainer.update_weights_from_disk("/folder")
+            trainer.generate("x")
+            trainer.update_weights_from_disk("/folder", weight_version=f"13@{incarnation}")
+            assert trainer.generate("x")["meta_info"]["weight_version"] == f"13@{incarnation}"
     salts = [body["cache_salt"] for path, body in server.posted if path == "/v1/completions"]
-    assert salts == ["default:k:", "1:k:"]
+    assert len(set(salts)) == len(salts) == 6
 
 
 def test_a_result_without_a_known_border_has_no_spans(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
@@ -173,7 +186,7 @@ def test_a_result_without_a_known_border_has_no_spans(adapter: HttpServerEngineA
     adapter.update_weights_from_disk("/folder", mode="in_place")
     release.set()
     thread.join(10)
-    assert results[0]["meta_info"]["weight_version"] == "1"
+    assert results[0]["meta_info"]["weight_version"].startswith("2@")
     assert "weight_versions" not in results[0]["meta_info"]
 
 

@@ -72,7 +72,8 @@ def start(make_stack: MakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def begin() -> Server:
         if servers:
             servers[-1].stack.manager.run_sync(servers[-1].service.close(), 20)
-        servers.append(Server(make_stack(api_key="owner", session_store=str(tmp_path / "store")), numbers))
+        stack = make_stack(api_key="owner", session_store=str(tmp_path / "store"), weight_version="default")
+        servers.append(Server(stack, numbers))
         return servers[-1]
 
     yield begin

@@ -78,12 +78,31 @@ def test_sessions_wait_for_confirmed_weights(start: Any) -> None:
     server.close()
 
 
-def test_the_version_of_the_store_opens_the_gate(start: Any) -> None:
-    _with_a_turn(start, "v7")
-    server = start(weight_version="v7")
-    server.stack.manager.controls.weight_version = "v7"
+@pytest.mark.parametrize(
+    ("last", "served", "stated", "opens"),
+    [
+        ("v7", "v7", "v7", True),
+        ("default", "default", "default", True),
+        ("default", "default", None, False),  # both are what a server calls the weights that it loads
+        ("13", "13", None, False),
+        ("13", "13", "12", False),
+        ("13@aaaaaaaa", "13@aaaaaaaa", None, True),
+        ("13@aaaaaaaa", "13@bbbbbbbb", None, False),  # the run was killed, and has trained another step 13
+        ("13@aaaaaaaa", "13", "13", False),
+    ],
+)
+def test_only_a_label_that_proves_the_weights_opens_the_gate(
+    start: Any, last: str, served: str, stated: str | None, opens: bool
+) -> None:
+    _with_a_turn(start, last)
+    server = start(weight_version=stated)
+    server.stack.manager.controls.weight_version = served
     server.open()
-    server.service.turns.view(caller("s"))
+    if opens:
+        server.service.turns.view(caller("s"))
+    else:
+        with pytest.raises(SessionUnavailableError, match=rf"serves version {served}; .* ends at version {last}"):
+            server.service.turns.view(caller("s"))
     server.close()
 
 

@@ -76,7 +76,7 @@ def served(size: int, trainer: Trainer, limit: int) -> Ranks:
     assert ranks.handle(req).success
     reply = update(ranks)
     assert reply.success and reply.payload["num_tensors"] == len(SHAPES), reply.message
-    assert ranks.hold(random_weights(0)) and ranks.version == "1" and ranks.refusal is None
+    assert ranks.hold(random_weights(0)) and ranks.number == 1 and ranks.refusal is None
     trainer.state_dicts = layers(random_weights(1))
     return ranks
 
@@ -96,7 +96,7 @@ def test_a_trainer_that_dies_leaves_the_old_weights_if_all_would_be_received_fir
     trainer.dies_after = 1
     reply = update(ranks)
     assert reply.status_code == 500 and "went away" in reply.message
-    assert ranks.hold(random_weights(0)) and ranks.refusal is None and ranks.version == "1"
+    assert ranks.hold(random_weights(0)) and ranks.refusal is None and ranks.number == 1
     assert all(group.broken for group in trainer.groups)
 
 

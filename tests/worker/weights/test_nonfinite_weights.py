@@ -82,7 +82,7 @@ def assert_torn(ranks: Ranks, reply: Any, *names: str) -> None:
     assert (reply.success, reply.status_code) == (False, 400)
     assert "NaN or infinity" in reply.message and all(name in reply.message for name in names)
     assert not any(name in reply.message for name in SHAPES if name not in names)
-    assert (ranks.state, ranks.version) == ("torn", "1")
+    assert (ranks.state, ranks.number) == ("torn", 1)
     assert "NaN or infinity" in (ranks.refusal or "")
 
 
@@ -99,7 +99,7 @@ def test_they_are_named_and_refused(size: int, source: Any, tmp_path: Path) -> N
     assert ranks.updaters[0].epoch > epoch, "no page that was computed before is reused"
     weights = random_weights(2)
     assert ranks.handle(source(weights, tmp_path)).success
-    assert (ranks.refusal, ranks.version) == (None, "2") and ranks.hold(weights)
+    assert (ranks.refusal, ranks.number) == (None, 2) and ranks.hold(weights)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -154,7 +154,7 @@ def test_who_wants_them_gets_them(size: int, caplog: pytest.LogCaptureFixture) -
     ranks = Ranks(size)
     push(ranks, random_weights(0))
     reply = push(ranks, spoiled(1, Q, bad=BAD[1]), allow_nonfinite=True)
-    assert reply.success and (ranks.state, ranks.version) == ("serving", "2")
+    assert reply.success and (ranks.state, ranks.number) == ("serving", 2)
     assert ranks.hold(spoiled(1, Q, bad=BAD[1])) and Q in caplog.text
     assert push(ranks, {NORM: torch.zeros(4)}, partial=True).success, "only the pushed values are checked"
 
@@ -173,7 +173,7 @@ def test_one_call_spoils_its_transaction(size: int) -> None:
     reply = ranks.handle(EndWeightUpdateReq())
     assert reply.status_code == 400 and EMBED in reply.message
     assert push(ranks, new).success and ranks.handle(EndWeightUpdateReq()).success
-    assert (ranks.refusal, ranks.version) == (None, "2") and ranks.hold(new)
+    assert (ranks.refusal, ranks.number) == (None, 2) and ranks.hold(new)
 
 
 def test_a_long_list_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,4 +221,4 @@ def test_no_token_is_sampled_from_them(mode: Any, overlaps: bool) -> None:
     assert h.replies[2].success
     h.add("again", [10, 11], 3)
     h.run()
-    assert h.versions["again"] == ["1"] * 3
+    assert h.versions["again"] == [h.updater.version] * 3 and h.updater.version.startswith("1@")

@@ -115,7 +115,7 @@ def test_what_fits_is_received_whole_before_anything_is_written(size: int, train
     trainer.dies_after = 0
     reply = update(ranks)
     assert reply.status_code == 500 and "went away" in reply.message
-    assert ranks.hold(random_weights(0)) and ranks.refusal is None and ranks.version == "1"
+    assert ranks.hold(random_weights(0)) and ranks.refusal is None and ranks.number == 1
 
 
 @SIZES

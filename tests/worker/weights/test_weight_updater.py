@@ -67,21 +67,47 @@ def test_an_update_replaces_everything_and_counts(ranks: Ranks) -> None:
         weights = random_weights(i)
         reply = push(ranks, weights, partial=False)
         assert reply.success, reply.message
-        assert reply.payload["weight_version"] == ranks.version == str(i)
-        assert reply.message == f"Success Weight version updated to {i}."
+        assert reply.payload["weight_version"] == ranks.version and ranks.number == i
+        assert reply.message == f"Success Weight version updated to {ranks.version}."
         assert ranks.hold(weights)
 
 
-def test_labels_count_on_from_the_largest_number(ranks: Ranks) -> None:
+@SIZES
+def test_labels_count_the_pushes_without_one(ranks: Ranks) -> None:
+    """A number in a caller's label means nothing to the server."""
     weights = random_weights(1)
     seen = []
-    for label in (None, "step-7", None, "41", None, "run/final", None):
+    for label in (None, "step-7", None, "41", None, "run/final", "50@5f2c9a1e"):
         push(ranks, weights, weight_version=label)
         seen.append(ranks.version)
-    assert seen == ["1", "step-7", "2", "41", "42", "run/final", "43"]
     assert ranks.handle(UpdateWeightVersionReq(new_version="100")).success
     push(ranks, weights)
-    assert ranks.version == "101"
+    own = ranks.version.partition("@")[2]
+    assert seen == [f"1@{own}", "step-7", f"2@{own}", "41", f"3@{own}", "run/final", "50@5f2c9a1e"]
+    assert ranks.number == 4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_server_that_was_started_again_makes_other_labels(size: int) -> None:
+    labels = set()
+    for _ in range(2):
+        ranks = Ranks(size)
+        push(ranks, random_weights(1))
+        assert ranks.number == 1
+        labels.add(ranks.version)
+    assert len(labels) == 2
+
+
+@SIZES
+@pytest.mark.parametrize("number", [2, 10**18 - 1])
+def test_a_caller_that_takes_the_servers_incarnation_gets_no_label_twice(ranks: Ranks, number: int) -> None:
+    weights = random_weights(1)
+    push(ranks, weights)
+    taken = f"{number}@{ranks.version.partition('@')[2]}"
+    assert ranks.handle(UpdateWeightVersionReq(new_version=taken)).success
+    for _ in range(2):
+        push(ranks, weights)
+        assert ranks.version.partition("@")[2] != taken.partition("@")[2]
 
 
 @pytest.mark.parametrize("label", ["9" * 5000, "²", "-4", "1_000", "٣"])
@@ -90,7 +116,7 @@ def test_a_label_that_is_no_plain_number_is_only_a_label(ranks: Ranks, label: st
     push(ranks, weights, weight_version=label)
     assert ranks.version == label
     push(ranks, weights)
-    assert ranks.version == "1"
+    assert ranks.number == 1
 
 
 @SIZES
@@ -110,7 +136,7 @@ def test_a_refused_update_changes_nothing(ranks: Ranks, change: dict[str, torch.
     reply = push(ranks, random_weights(2) | change, **options)
     assert (reply.success, reply.status_code) == (False, 400)
     assert ranks.hold(old)
-    assert (ranks.version, ranks.state, ranks.refusal) == ("1", "serving", None)
+    assert (ranks.number, ranks.state, ranks.refusal) == (1, "serving", None)
     assert push(ranks, random_weights(3)).success, "the next update succeeds"
 
 
@@ -138,7 +164,7 @@ def test_a_failure_after_the_first_write_tears_until_everything_was_written(
     with monkeypatch.context() as patch:
         break_copy(patch)
         reply = push(ranks, random_weights(2))
-    assert (reply.success, reply.status_code, ranks.state, ranks.version) == (False, 500, "torn", "1")
+    assert (reply.success, reply.status_code, ranks.state, ranks.number) == (False, 500, "torn", 1)
     assert "device lost" in reply.message
     assert "update the remaining 5 of 5 parameters" in (ranks.refusal or "")
     new = random_weights(3)

@@ -89,7 +89,7 @@ def without(weights: Weights, *names: str) -> Weights:
 
 def assert_unchanged(ranks: Ranks) -> None:
     assert ranks.hold(random_weights(0)), "something was written"
-    assert (ranks.state, ranks.version, ranks.refusal) == ("serving", "1", None)
+    assert (ranks.state, ranks.number, ranks.refusal) == ("serving", 1, None)
 
 
 @SIZES
@@ -104,7 +104,7 @@ def test_a_push_without_the_norm_is_refused_by_default(ranks: Ranks, source: Sou
     assert_unchanged(ranks)
     assert ranks.updaters[0].epoch == epoch, "the prefix cache stays valid"
     reply = push(ranks, source(ranks, new))
-    assert reply.success and ranks.hold(new) and ranks.version == "2", "the next whole push works"
+    assert reply.success and ranks.hold(new) and ranks.number == 2, "the next whole push works"
     assert reply.payload["not_covered"] == {"count": 0, "names": []} and "Not covered" not in reply.message
 
 
@@ -116,7 +116,7 @@ def test_a_partial_push_is_accepted_and_the_answer_names_the_rest(ranks: Ranks, 
     assert reply.success and reply.payload["not_covered"] == {"count": 2, "names": [EMBED, NORM]}
     assert f"Not covered: 2 of 5 parameters ({EMBED}, {NORM})." in reply.message
     assert ranks.hold(without(new, NORM, EMBED) | {name: random_weights(0)[name] for name in (NORM, EMBED)})
-    assert (ranks.state, ranks.version) == ("serving", "2")
+    assert (ranks.state, ranks.number) == ("serving", 2)
 
 
 @SIZES
@@ -185,11 +185,11 @@ def test_two_parts_of_a_transaction_are_whole(ranks: Ranks, source: Source) -> N
     assert push(ranks, source(ranks, without(new, NORM, K)), transaction_id="t").success
     refused = ranks.handle(EndWeightUpdateReq(transaction_id="t"))
     assert refused.status_code == 400 and f"2 parameters are missing ('{K}', '{NORM}')" in refused.message
-    assert ranks.version == "1" and "has not ended" in (ranks.refusal or ""), "it is open, and requests wait"
+    assert ranks.number == 1 and "has not ended" in (ranks.refusal or ""), "it is open, and requests wait"
     assert push(ranks, source(ranks, {name: new[name] for name in (NORM, K)}), transaction_id="t").success
     reply = ranks.handle(EndWeightUpdateReq(transaction_id="t"))
     assert reply.success and reply.payload["not_covered"]["count"] == 0
-    assert ranks.hold(new) and (ranks.version, ranks.state) == ("2", "serving")
+    assert ranks.hold(new) and (ranks.number, ranks.state) == (2, "serving")
 
 
 def test_one_call_of_a_transaction_may_promise_to_be_whole(ranks: Ranks) -> None:

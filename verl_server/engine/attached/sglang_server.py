@@ -37,6 +37,7 @@ from verl_server.messages.weight_requests import (
     UpdateWeightVersionReq,
     WeightsCheckerReq,
 )
+from verl_server.weight_version import OwnVersions
 
 if TYPE_CHECKING:
     from verl_server.engine.attached.server import NamedTensors
@@ -74,6 +75,7 @@ class SglangServer:
         self.name = f"SGLang {info.get('version', '(unknown version)')}"
         self.generation = transport
         self._ranks = int(info.get("tp_size") or 1)
+        self._own_versions = OwnVersions()
         self._is_paused = False
         """True if a caller has paused generation."""
         self._is_torn = False
@@ -109,8 +111,6 @@ class SglangServer:
             torch.cuda.synchronize()  # the server reads on streams of its own
         entries = [sglang_payload(kept) for _ in range(self._ranks)]  # each rank opens one
         fields = {"serialized_named_tensors": entries, "flush_cache": req.flush_cache}
-        if req.weight_version is not None:
-            fields["weight_version"] = req.weight_version
         return self._update(req, req.route, fields, timeout)
 
     def abort(self, rid: str, abort_all: bool, timeout: float) -> None:
@@ -129,6 +129,9 @@ class SglangServer:
     def _update(self, req: UpdateReq, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
         """Send an update in the pause that `mode` means. SGLang itself waits for running requests, or aborts them."""
         refuse_options(req, self.name)
+        self._own_versions.note(req.weight_version or "")
+        # SGLang keeps the label of the old weights if an update has none.
+        fields["weight_version"] = req.weight_version or self._own_versions.next_label()
         mode = "abort" if req.abort_all_requests else req.mode
         if self._is_paused or (mode in ("wait", "abort") and not self._is_torn):
             fields["abort_all_requests"] = mode == "abort"

@@ -35,7 +35,7 @@ from verl_server.messages.weight_requests import (
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
 )
-from verl_server.web.numbers import whole_number
+from verl_server.weight_version import OwnVersions
 
 if TYPE_CHECKING:
     from verl_server.engine.attached.server import NamedTensors
@@ -50,7 +50,10 @@ class VllmServer:
         self.name = f"vLLM {version}"
         (model, *_) = transport.get("/v1/models")["data"]
         self._model: dict[str, Any] = model
-        self._label = "default"
+        self._own_versions = OwnVersions()
+        self._label = self._own_versions.next_label()
+        """Label of the served weights, also of those that this adapter finds: vLLM's pages are kept apart by it, and an
+        earlier adapter may have found or left other weights."""
         self._is_paused = False
         """True if a caller has paused generation."""
         self._is_torn = False
@@ -73,6 +76,7 @@ class VllmServer:
             case FlushCacheReq():
                 return ControlReply(id=0, success=self._reset_cache("", timeout), status_code=400)
             case UpdateWeightVersionReq():
+                self._own_versions.note(req.new_version)
                 self._label = req.new_version
             case ReleaseMemoryOccupationReq():
                 _check_tags(req.tags, {"weights", "kv_cache"})
@@ -159,7 +163,6 @@ class VllmServer:
     def _update(self, req: UpdateReq, write: Callable[[], None], timeout: float) -> ControlReply:
         """Write weights in the pause that `mode` means. After a failure, the server stays paused."""
         refuse_options(req, self.name)
-        label = req.weight_version or self._next_label()
         with self._updates:
             if not (self._is_paused or self._is_torn):
                 self._pause("abort" if req.abort_all_requests else req.mode, timeout)
@@ -172,7 +175,9 @@ class VllmServer:
                     "paused until an update succeeds. For tensors, vLLM needs --weight-transfer-config "
                     """'{"backend": "ipc"}' and VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
                 ) from error
-            self._label, self._is_torn = label, False
+            self._own_versions.note(req.weight_version or "")
+            self._label, self._is_torn = req.weight_version or self._own_versions.next_label(), False
+            label = self._label
             if not self._is_paused:
                 self._post("/resume", None, timeout)
         return ControlReply(id=0, success=True, message="Success", payload={"weight_version": label})
@@ -186,9 +191,6 @@ class VllmServer:
         """Empty the prefix cache. Return False if requests hold pages. Older versions of vLLM return True."""
         found = self._post(f"/reset_prefix_cache{query}", None, timeout)
         return not (isinstance(found, dict) and found.get("success") is False)
-
-    def _next_label(self) -> str:
-        return str((whole_number(self._label, most_digits=18) or 0) + 1)
 
     def _post(self, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
         """Return the JSON of the answer, None if there is none."""

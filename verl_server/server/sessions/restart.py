@@ -1,7 +1,9 @@
 """Sessions of an earlier run: reading them from the store, and the gate that holds them until the weights are known.
 
 A server that was started again serves the weights that it loads, and its sessions were sampled from pushed ones. Turns
-therefore wait until an update or the owner has confirmed the weights, or the version is the one of the last turn.
+therefore wait until an update or the owner has confirmed the weights, or the version is the one of the last turn. A
+free label that is equal, such as "default" or "13", proves nothing (`weight_version`). It counts only if the owner has
+stated it at the start of the server.
 """
 
 from __future__ import annotations
@@ -13,25 +15,29 @@ from typing import Any
 from verl_server.server.sessions.journal_files import DamagedStoreError
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.records import CutRecord, DeleteRecord, SessionRecord
+from verl_server.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
 
 
 class RestartGate:
-    """Says why sessions cannot continue now. `weight_version` and `is_confirmed` return the server's state."""
+    """Says why sessions cannot continue now."""
 
-    def __init__(self, weight_version: Callable[[], str], is_confirmed: Callable[[], bool]) -> None:
-        self._weight_version, self._is_confirmed = weight_version, is_confirmed
+    def __init__(
+        self, weight_version: Callable[[], str], is_confirmed: Callable[[], bool], stated: str | None = None
+    ) -> None:
+        """`weight_version` and `is_confirmed` return the server's state. `stated` is `ServerArgs.weight_version`."""
+        self._weight_version, self._is_confirmed, self._stated = weight_version, is_confirmed, stated
         self._expected: str | None = None
 
     def close(self, version: str | None) -> None:
-        """Close the gate until the weights are confirmed or have the version `version`. None leaves the gate open."""
+        """Close the gate until the weights are known to be those of `version`. None leaves the gate open."""
         self._expected = version
 
     def __call__(self) -> str | None:
         if self._expected is None:
             return None
-        if self._is_confirmed() or self._weight_version() == self._expected:
+        if self._is_confirmed() or self._is_expected():
             self._expected = None
             return None
         return (
@@ -39,6 +45,11 @@ class RestartGate:
             f"version {self._expected}: push weights (heal), call accept_restart(), or start with --weight-version "
             f"{self._expected}."
         )
+
+    def _is_expected(self) -> bool:
+        """Return True if the label of the weights proves that they are the expected ones."""
+        is_proof = self._expected == self._stated or WeightVersion.parse(self._expected or "") is not None
+        return is_proof and self._weight_version() == self._expected
 
 
 def restore(ledger: SessionLedger, records: Iterable[Any]) -> int:

@@ -29,7 +29,9 @@ class SessionService:
     def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
         self._manager, self._args = manager, server_args
         controls = manager.controls
-        self._gate = RestartGate(lambda: controls.weight_version, lambda: controls.weights_confirmed)
+        self._gate = RestartGate(
+            lambda: controls.weight_version, lambda: controls.weights_confirmed, server_args.weight_version
+        )
         bounds = Bounds(
             memory_bytes=server_args.session_memory_bytes,
             ttl=server_args.session_ttl,

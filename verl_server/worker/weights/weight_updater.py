@@ -49,8 +49,8 @@ from verl_server.messages.weight_requests import (
     WeightsCheckerReq,
 )
 from verl_server.server_args import ServerArgs
-from verl_server.web.numbers import whole_number
 from verl_server.weight_sync.receiver.names import bounded
+from verl_server.weight_version import OwnVersions, new_incarnation
 from verl_server.worker.agreement import agree
 from verl_server.worker.weights.prepared import Prepared
 from verl_server.worker.weights.stager import discard
@@ -71,10 +71,10 @@ Outcome = tuple[str, Any]
 class WeightUpdater:
     def __init__(self, model: UpdatedModel, tp: TpGroup, sources: WeightSources, server_args: ServerArgs) -> None:
         self.state: State = "serving"
-        self.version = server_args.weight_version
+        self.version = server_args.loaded_version
         self.epoch = 0
         """Increases whenever no new request may use the KV pages that were computed before."""
-        self._newest_number = _number(self.version)
+        self._own_versions = OwnVersions(lambda: tp.gather(new_incarnation().encode())[0].decode())
         self._model, self._tp, self._sources = model, tp, sources
         self._inspector = WeightInspector(model.weight_map, tp)
         self._transaction: Transaction | None = None
@@ -251,7 +251,7 @@ class WeightUpdater:
         self.state = transaction.state if self._unwritten else "serving"
         self._torn_by = transaction.torn_by
         self.epoch += 1
-        self._label(transaction.label or str(self._newest_number + 1))
+        self._label(transaction.label)
         logger.debug("Weights are now version %s: %d parameters", self.version, len(transaction.written))
         message = f"Success Weight version updated to {self.version}."
         if not_covered:
@@ -316,10 +316,11 @@ class WeightUpdater:
         self.state, self._torn_by = "torn", reason
         self._unwritten = self._model.weight_map.parameters
 
-    def _label(self, version: str) -> None:
-        """Set the version. Default labels follow the largest number so far, so that no label is used twice."""
-        self.version = version
-        self._newest_number = max(self._newest_number, _number(version))
+    def _label(self, version: str | None) -> None:
+        """Set the version: the caller's label, or else one of this server's own. All ranks call it together."""
+        if version:
+            self._own_versions.note(version)
+        self.version = version or self._own_versions.next_label()
 
     def _check(self, req: WeightsCheckerReq) -> Outcome:
         self._need_weights("checked")
@@ -420,11 +421,6 @@ class _DeviceTimer:
             return {}
         start, end = self._events
         return {"device": start.elapsed_time(end) / 1e3}
-
-
-def _number(version: str) -> int:
-    """Return the number that a label is, 0 for another label. A caller may send any text."""
-    return whole_number(version, most_digits=18) or 0
 
 
 def _listed(names: list[str]) -> str:

@@ -89,7 +89,7 @@ class FinishWeightUpdateReq(msgspec.Struct, kw_only=True):
     """Body of `POST /finish_weight_update`."""
 
     weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer."""
+    """Label of the new version; by default the server makes one."""
 
 
 class InitBroadcasterReq(msgspec.Struct, kw_only=True):
