@@ -140,7 +140,7 @@ def test_calls_of_a_dead_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
                 actor.resume_kv_cache,
                 actor.start_profile,
                 actor.stop_profile,
-                lambda: actor.set_global_steps(None),
+                lambda: actor.set_version("1@5f2c9a1e"),
                 lambda: actor.resume_memory(["weights"]),
                 lambda: actor.release_memory(["weights"]),
             ):

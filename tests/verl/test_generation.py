@@ -15,6 +15,7 @@ from verl_server.integrations.verl.generation import (
     rejected_fields,
 )
 from verl_server.integrations.verl.settings import ServingOptions
+from verl_server.integrations.verl.step_labels import StepLabels, step_of
 from verl_server.sampling_params import SamplingParams
 
 PROMPT = list(range(10))
@@ -34,7 +35,7 @@ def result(ids: list[int], spans: list[tuple[str, int, int]], finish: str = "sto
             "finish_reason": {"type": finish},
             "cached_tokens": 3,
             "num_retractions": 1,
-            "weight_version": spans[-1][0] if spans else "5",
+            "weight_version": spans[-1][0] if spans else "5@5f2c9a1e",
             "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in spans],
             "output_token_logprobs": [[-0.5 * i, token, None] for i, token in enumerate(ids)],
             **meta,
@@ -126,7 +127,9 @@ def test_other_inputs_are_refused_by_name(name: str) -> None:
 
 
 def test_the_output() -> None:
-    output = TokenOutput(**output_fields(result([7, 8, 9], [("3", 0, 2), ("4", 2, 3)]), request(VERL)))
+    output = TokenOutput(
+        **output_fields(result([7, 8, 9], [("3@5f2c9a1e", 0, 2), ("4@5f2c9a1e", 2, 3)]), request(VERL))
+    )
     assert output.token_ids == [7, 8, 9]
     assert output.log_probs == [0.0, -0.5, -1.0]
     assert (output.stop_reason, output.num_preempted) == ("completed", 1)
@@ -137,20 +140,25 @@ def test_the_output() -> None:
         "weight_versions": [[3, 2], [4, 1]],
         "num_cached_tokens": 3,
     }
-    assert TokenOutput(**output_fields(result([7], [("3", 0, 1)], finish="length"), {})).stop_reason == "completed"
-    assert TokenOutput(**output_fields(result([7], [("3", 0, 1)]), {})).log_probs is None
+    assert (
+        TokenOutput(**output_fields(result([7], [("3@5f2c9a1e", 0, 1)], finish="length"), {})).stop_reason
+        == "completed"
+    )
+    assert TokenOutput(**output_fields(result([7], [("3@5f2c9a1e", 0, 1)]), {})).log_probs is None
 
 
 def test_the_output_says_what_is_known_of_the_policys_logprobs() -> None:
     given = {"policy_logprobs": "given", "output_token_policy_logprobs": [-2.0], "output_token_has_choice": [0]}
-    output = TokenOutput(**output_fields(result([7], [("3", 0, 1)], **given), request(VERL)))
+    output = TokenOutput(**output_fields(result([7], [("3@5f2c9a1e", 0, 1)], **given), request(VERL)))
     assert output.extra_fields.items() >= given.items()
-    unknown = output_fields(result([7], [("3", 0, 1)], policy_logprobs="unknown"), request(VERL))["extra_fields"]
+    unknown = output_fields(result([7], [("3@5f2c9a1e", 0, 1)], policy_logprobs="unknown"), request(VERL))[
+        "extra_fields"
+    ]
     assert unknown["policy_logprobs"] == "unknown" and not given.keys() & unknown.keys() - {"policy_logprobs"}
 
 
 def test_an_abort_keeps_its_tokens() -> None:
-    output = TokenOutput(**output_fields(result([7, 8], [("3", 0, 2)], finish="abort"), request(VERL)))
+    output = TokenOutput(**output_fields(result([7, 8], [("3@5f2c9a1e", 0, 2)], finish="abort"), request(VERL)))
     assert (output.token_ids, output.log_probs, output.stop_reason) == ([7, 8], [0.0, -0.5], "aborted")
 
 
@@ -161,13 +169,28 @@ def test_an_output_without_tokens_has_the_servers_version() -> None:
 
 
 def test_labels_that_are_no_steps() -> None:
-    fields = output_fields(result([7, 8], [("default", 0, 1), ("1", 1, 2)]), {})["extra_fields"]
-    assert (fields["global_steps"], fields["min_global_steps"], fields["max_global_steps"]) == (1, None, None)
-    assert fields["weight_versions"] == [[None, 1], [1, 1]]
+    for free in ("default", "1", "unnumbered-1@5f2c9a1e"):
+        fields = output_fields(result([7, 8], [(free, 0, 1), ("1@5f2c9a1e", 1, 2)]), {})["extra_fields"]
+        assert (fields["global_steps"], fields["min_global_steps"], fields["max_global_steps"]) == (1, None, None)
+        assert fields["weight_versions"] == [[None, 1], [1, 1]]
+
+
+def test_steps_of_a_job_and_of_its_resumed_one_have_no_order() -> None:
+    fields = output_fields(result([7, 8], [("13@aaaaaaaa", 0, 1), ("12@bbbbbbbb", 1, 2)]), {})["extra_fields"]
+    assert (fields["global_steps"], fields["min_global_steps"], fields["max_global_steps"]) == (12, None, None)
+    assert fields["weight_versions"] == [[13, 1], [12, 1]]
+
+
+def test_the_labels_of_a_resumed_job_are_others() -> None:
+    lost, resumed = StepLabels("aaaaaaaa"), StepLabels("bbbbbbbb")
+    labels = [job.next_label(step) for job in (lost, resumed) for step in (12, 13, None, None)]
+    assert labels[:4] == ["12@aaaaaaaa", "13@aaaaaaaa", "unnumbered-3@aaaaaaaa", "unnumbered-4@aaaaaaaa"]
+    assert len(set(labels)) == 8
+    assert [step_of(label) for label in labels] == [12, 13, None, None] * 2
 
 
 def test_missing_logprobs_are_an_error() -> None:
-    broken = result([7, 8], [("3", 0, 2)], output_token_logprobs=[[-0.5, 7, None]])
+    broken = result([7, 8], [("3@5f2c9a1e", 0, 2)], output_token_logprobs=[[-0.5, 7, None]])
     with pytest.raises(VerlServerError, match="2 output tokens and 1 log-prob"):
         output_fields(broken, request(VERL))
 
@@ -185,7 +208,7 @@ def test_prompt_logprobs_of_a_teacher(candidates: int) -> None:
     assert (sent["logprob_start_len"], sent.get("top_logprobs_num", 0)) == (0, candidates)
     answer = result(
         [7],
-        [("3", 0, 1)],
+        [("3@5f2c9a1e", 0, 1)],
         input_token_logprobs=[[None, 4, None], [-1.0, 5, None], [-2.0, 6, None]],
         input_top_logprobs=[None, [[-0.1, 9, None], [-1.0, 5, None]], [[-0.2, 8, None], [-2.0, 6, None]]],
     )

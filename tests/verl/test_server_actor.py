@@ -100,7 +100,7 @@ def test_memory_is_kept_without_free_cache_engine(make_actor: Callable[..., Any]
     ask(actor, "sleep")
     ask(actor, "release_kv_cache")
     assert released(actor) == set()
-    ask(actor, "set_global_steps", 5)
+    ask(actor, "set_version", "5@5f2c9a1e")
     assert ask(actor, "generate", PROMPT, GREEDY, "x").extra_fields["weight_versions"] == [[5, 8]]
 
     ask(actor, "start_profile")

@@ -104,11 +104,11 @@ def test_aborted_rollouts_continue_under_the_next_version(manager: LLMServerMana
                 await asyncio.sleep(0.005)
 
     async def interrupted(client: Any, count: int) -> list[Any]:
-        await on_all("set_global_steps", 1)
+        await on_all("set_version", "1@5f2c9a1e")
         rollout = asyncio.create_task(generate_all(client, count, params))
         await asyncio.wait_for(started(), 60)
         await asyncio.gather(*(replica.abort_all_requests() for replica in manager.get_replicas()))
-        await on_all("set_global_steps", 2)
+        await on_all("set_version", "2@5f2c9a1e")
         await asyncio.gather(*(replica.resume_generation() for replica in manager.get_replicas()))
         return await rollout
 

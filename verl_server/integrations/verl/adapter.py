@@ -24,6 +24,7 @@ from verl_server.engine.base import EngineBase
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import ControlTimeoutError, ServerDiedError, ServerUnavailableError, VerlServerError
 from verl_server.integrations.verl.server_actor import actor_name
+from verl_server.integrations.verl.step_labels import StepLabels
 from verl_server.integrations.verl.trainer_ranks import RANK_TIMEOUT, TrainerRanks
 from verl_server.integrations.verl.weight_push import Named, WeightPush
 
@@ -59,7 +60,7 @@ class ServerAdapter(BaseRollout):
         self._ranks: TrainerRanks | None = None
         self._engine: VerlEngine | None = None
         self._push: WeightPush | None = None
-        self._num_updates = 0
+        self._labels: StepLabels | None = None
 
     async def resume(self, tags: list[str]) -> None:
         """Allocate released memory of the server again. `tags`: "weights", "kv_cache"; others were not released."""
@@ -137,11 +138,10 @@ class ServerAdapter(BaseRollout):
     def _update(self, weights: Iterable[Named], global_steps: int | None) -> None:
         ranks, _ = self._connected()
         assert self._push is not None
-        self._num_updates += 1
-        # A server that gets no label counts on, and its outputs would name a step that the trainer never had.
-        version = f"unnumbered-{self._num_updates}" if global_steps is None else str(global_steps)
-        self._push.update(weights, version)
-        ranks.act("set_global_steps", lambda: self._on_actor("set_global_steps", global_steps))
+        self._labels = self._labels or StepLabels(ranks.incarnation)
+        label = self._labels.next_label(global_steps)
+        self._push.update(weights, label)
+        ranks.act("set_version", lambda: self._on_actor("set_version", label))
 
     def _connected(self) -> tuple[TrainerRanks, VerlEngine]:
         """Return the ranks and the engine. The first call attaches all ranks to the servers of their replicas."""

@@ -22,6 +22,7 @@ from verl.utils.device import set_expandable_segments
 
 from verl_server.errors import BadRequestError
 from verl_server.integrations.verl.separate_servers import Named, SeparateServers, ServerTarget
+from verl_server.integrations.verl.step_labels import StepLabels
 from verl_server.integrations.verl.trainer_ranks import TrainerRanks
 from verl_server.integrations.verl.weight_push import WeightPush
 
@@ -94,7 +95,8 @@ class VerlServerCheckpointEngine(CheckpointEngine):
         self._bucket_bytes, self._transport = bucket_size, transport
         self._backend = group_backend or ("nccl" if torch.cuda.is_available() else "gloo")
         self._connection: _Connection | None = None
-        self._num_updates = 0
+        self._labels: StepLabels | None = None
+        """Labels of this process's pushes. A later connection does not begin another incarnation."""
 
     def prepare(self) -> _Trainer | _Rollout:
         node = ray.get_runtime_context().get_node_id()
@@ -155,7 +157,7 @@ class VerlServerCheckpointEngine(CheckpointEngine):
         self._connection = _Connection(targets, ranks, servers, WeightPush(ranks, servers, self._bucket_bytes))
 
     async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> dict[str, Any]:
-        """Make every server serve the weights of all trainer ranks, with the label `global_steps`.
+        """Make every server serve the weights of all trainer ranks, with a label of `global_steps`.
 
         All trainer ranks call it together. Every rank iterates `weights`, which have every parameter: full tensors,
         or `ShardedWeights`. Raise on every rank if a server or a rank failed. A server then serves its old weights or
@@ -166,9 +168,8 @@ class VerlServerCheckpointEngine(CheckpointEngine):
         connection = self._connection
         # verl turns these segments on after a push to a colocated server. No other process can read them.
         set_expandable_segments(False)
-        self._num_updates += 1
-        # The label of every version differs, so that tokens of two versions are never taken for one.
-        version = f"unnumbered-{self._num_updates}" if global_steps is None else str(global_steps)
+        self._labels = self._labels or StepLabels(connection.ranks.incarnation)
+        version = self._labels.next_label(global_steps)
         if connection.servers.needs_full_tensors:
             weights = _full_tensors(weights)
         try:

@@ -9,9 +9,11 @@ import hashlib
 from typing import Any
 
 from verl_server.errors import BadRequestError, ContextLengthError, VerlServerError
-from verl_server.integrations.verl.settings import ServingOptions, parse_version
+from verl_server.integrations.verl.settings import ServingOptions
+from verl_server.integrations.verl.step_labels import step_of
 from verl_server.messages.results import GenerateResult, MetaInfo
 from verl_server.sampling_params import SamplingParams
+from verl_server.weight_version import WeightVersion
 
 _RENAMED = {
     "max_tokens": "max_new_tokens",
@@ -162,19 +164,20 @@ def rejected_fields(global_steps: int | None) -> dict[str, Any]:
 def _version_fields(meta: MetaInfo) -> dict[str, Any]:
     """Return the weight versions of the output tokens as verl's steps.
 
-    `weight_versions` is a list of [step or None, number of tokens] in the order of the tokens. A version label that is
-    no step (`parse_version`) counts as None, and then minimum and maximum are None, too.
+    `weight_versions` is a list of [step or None, number of tokens] in the order of the tokens. A free label counts as
+    None. Minimum and maximum are None if there is a free label, or if the steps are of several incarnations, because
+    those have no order.
     """
-    spans = [[parse_version(span["version"]), span["end"] - span["start"]] for span in meta.get("weight_versions", [])]
-    newest = spans[-1][0] if spans else parse_version(meta["weight_version"])
-    steps = [step for step, _ in spans] or [newest]
-    known = [step for step in steps if step is not None]
-    complete = len(known) == len(steps)
+    spans = meta.get("weight_versions", [])
+    labels = [span["version"] for span in spans] or [meta["weight_version"]]
+    versions = [WeightVersion.parse(label) for label in labels]
+    known = [version for version in versions if version is not None]
+    is_ordered = len(known) == len(versions) and len({version.incarnation for version in known}) == 1
     return {
-        "global_steps": newest,
-        "min_global_steps": min(known) if complete else None,
-        "max_global_steps": max(known) if complete else None,
-        "weight_versions": spans,
+        "global_steps": step_of(labels[-1]),
+        "min_global_steps": min(known).number if is_ordered else None,
+        "max_global_steps": max(known).number if is_ordered else None,
+        "weight_versions": [[step_of(span["version"]), span["end"] - span["start"]] for span in spans],
     }
 
 

@@ -2,7 +2,7 @@
 
 `VerlServerReplica` starts one on the node of the replica's GPUs. verl's clients call `generate`, verl's replica calls
 the control methods, and the `ServerAdapter` of a trainer rank calls `release_memory`, `resume_memory` and
-`set_global_steps`. The server is a subprocess; it ends when the actor's process ends.
+`set_version`. The server is a subprocess; it ends when the actor's process ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from verl_server.integrations.verl.generation import (
     rejected_fields,
 )
 from verl_server.integrations.verl.gpus import share_of_free_memory
-from verl_server.integrations.verl.settings import ServingOptions, parse_version
+from verl_server.integrations.verl.settings import ServingOptions
+from verl_server.integrations.verl.step_labels import step_of
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -218,14 +219,13 @@ class ServerActor:
 
     # -- weights --------------------------------------------------------------------------------------------
 
-    async def set_global_steps(self, steps: int | None) -> None:
-        """Record the trainer's step of the served weights, and label them with it if the push did not."""
+    async def set_version(self, label: str) -> None:
+        """Record the trainer's label of the served weights (`StepLabels`), and set it if the push did not."""
         server = self._running()
-        if steps is not None:
-            info = await asyncio.to_thread(server.get_model_info)
-            if parse_version(info["weight_version"]) != steps:
-                await asyncio.to_thread(server.update_weight_version, str(steps), False)
-        self._global_steps = steps
+        info = await asyncio.to_thread(server.get_model_info)
+        if info["weight_version"] != label:
+            await asyncio.to_thread(server.update_weight_version, label, False)
+        self._global_steps = step_of(label)
 
     # -- memory ---------------------------------------------------------------------------------------------
 

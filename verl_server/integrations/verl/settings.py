@@ -8,7 +8,6 @@ nodes). Every field of `RolloutConfig` is in one of four places: it is translate
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -181,11 +180,6 @@ class ServingOptions:
     replaces it. None: the server's default."""
     use_shm: bool = False
     """Copy the model folder to shared memory before the server reads the folder."""
-
-
-def parse_version(label: str | None) -> int | None:
-    """Return the trainer's step in a version label, or None for a label that is not a step."""
-    return int(label) if label is not None and re.fullmatch(r"-?\d+", label) else None
 
 
 def check_supported(config: Any, model_config: Any) -> None:

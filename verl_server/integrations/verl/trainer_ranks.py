@@ -51,6 +51,8 @@ class TrainerRanks:
         self.is_on_one_host = everyone.is_on_one_host
         self._rank, self._poll, self._grace = rank, poll, grace
         (name, *_) = everyone.gather("connect", lambda: uuid.uuid4().bytes)
+        self.incarnation = name.hex()[:8]
+        """Incarnation of this object's weight versions (`weight_version`), equal on all ranks."""
         # This has its own connection, because a collective that waits holds the lock of the default store's connection.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = torch.distributed.distributed_c10d.PrefixStore(f"verl-server-{name.hex()}", store.clone())
