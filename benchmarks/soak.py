@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -35,6 +36,7 @@ from verl_server.models.tiny import make_model_folder
 from verl_server.server.launch import launch_server_from_verl_engine
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.checksum import tensor_checksum
+from verl_server.weight_version import WeightVersion
 
 UPDATE_MODES: tuple[Literal["wait", "in_place", "retract", "abort"], ...] = ("wait", "in_place", "retract", "abort")
 MODES = ("server", "update-serve", "serve-update", "update-generate")
@@ -129,9 +131,13 @@ def check_reply(reply: dict[str, Any], tokens: int) -> None:
     aborted = meta["finish_reason"]["type"] == "abort"
     spans = meta.get("weight_versions") or []
     ends = [0, *(span["end"] for span in spans)]
-    numbers = [int(span["version"]) if span["version"].isdecimal() else 0 for span in spans]
+    versions = [WeightVersion.parse(span["version"]) for span in spans]
+    if versions and versions[0] is None:  # the label of the weights that the server loaded
+        del versions[0]
+    pushed = [version for version in versions if version is not None]
+    is_ascending = len(pushed) == len(versions) and all(a < b for a, b in itertools.pairwise(pushed))
     complete = len(ids) == tokens or (aborted and len(ids) < tokens)
-    if not complete or [s["start"] for s in spans] != ends[:-1] or ends[-1] != len(ids) or numbers != sorted(numbers):
+    if not complete or [s["start"] for s in spans] != ends[:-1] or ends[-1] != len(ids) or not is_ascending:
         raise AssertionError(f"The reply to a request for {tokens} tokens is wrong: {reply}")
 
 

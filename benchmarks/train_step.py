@@ -51,6 +51,7 @@ from verl_server.train.grpo import PolicyTrainer, group_advantages
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import launch_engine, setup_ranks
+from verl_server.weight_version import WeightVersion, new_incarnation
 
 _WORK = {"tiny": (2, 4, 16, 48), "0.6b": (16, 16, 128, 1024), "8b": (16, 16, 128, 1024)}
 """Shape -> (groups, trajectories of a group, tokens of a prompt, tokens of a trajectory)."""
@@ -167,7 +168,8 @@ def measure(
         warmup_steps=0,
     )
     trainer = PolicyTrainer(policy, config, 1000, device)
-    push_ms = push(engine, trainer, "0", 1)  # the first push opens memory and plans the copies
+    version = WeightVersion(0, new_incarnation())
+    push_ms = push(engine, trainer, version, 1)  # the first push opens memory and plans the copies
     report("first_push", push_ms[0], "ms", **mode)
     memory.reset_peak()
     progress(
@@ -180,7 +182,7 @@ def measure(
     sampled = sum(t.sampled_tokens for t in trajectories)
     report("rollout_tokens_per_s", sampled / seconds, "tokens/s", **mode)
     progress("comparing log-probabilities")
-    gap = trainer.compare_logprobs(trajectories, "0")
+    gap = trainer.compare_logprobs(trajectories, str(version))
     assert gap is not None, "no token was sampled under the pushed weights"
     report("logprob_gap", 1e6 * gap.largest, "1e-6 nats", **mode)
     samples = group_advantages(trajectories, normalize_std=False)
@@ -211,20 +213,20 @@ def measure(
     )
     report("trainer_peak_gib", memory.trainer_peak() / 2**30, "GiB", **memory.trainer_tensors(), **mode)
     progress(f"pushing {_PUSHES} times")
-    pushes = push(engine, trainer, "1", _PUSHES)
+    pushes = push(engine, trainer, version.next(), _PUSHES)
     report("push", statistics.median(pushes), "ms", worst=round(max(pushes), 3), **mode)
     del trainer, policy
     gc.collect()
     report("server_gib", memory.server(engine) / 2**30, "GiB", at_start=round(memory.at_start / 2**30, 4), **mode)
 
 
-def push(engine: VerlEngine, trainer: PolicyTrainer, version: str, times: int) -> list[float]:
+def push(engine: VerlEngine, trainer: PolicyTrainer, version: WeightVersion, times: int) -> list[float]:
     """Push `times` times. Returns the milliseconds of each push."""
     milliseconds = []
     for _ in range(times):
         synchronize(trainer.device)
         start = time.perf_counter()
-        engine.update_weights_from_tensor(trainer.policy.named_weights(), weight_version=version, partial=False)
+        engine.update_weights_from_tensor(trainer.policy.named_weights(), weight_version=str(version), partial=False)
         milliseconds.append(1e3 * (time.perf_counter() - start))
     return milliseconds
 

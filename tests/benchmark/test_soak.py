@@ -42,10 +42,11 @@ def test_a_lost_update_does_not_pass(tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "spans", "finish"),
     [
-        ([1, 2], [("1", 0, 2)], "length"),  # a token is missing
-        ([1, 2, 3], [("1", 0, 2)], "length"),  # a token without a version
-        ([1, 2, 3], [("2", 0, 2), ("1", 2, 3)], "length"),  # returns to an older version
-        ([1, 2, 3], [("1", 0, 1), ("2", 2, 3)], "length"),  # a gap between versions
+        ([1, 2], [("1@5f2c9a1e", 0, 2)], "length"),  # a token is missing
+        ([1, 2, 3], [("1@5f2c9a1e", 0, 2)], "length"),  # a token without a version
+        ([1, 2, 3], [("2@5f2c9a1e", 0, 2), ("1@5f2c9a1e", 2, 3)], "length"),  # returns to an older version
+        ([1, 2, 3], [("1@5f2c9a1e", 0, 1), ("2@5f2c9a1e", 2, 3)], "length"),  # a gap between versions
+        ([1, 2, 3], [("1@5f2c9a1e", 0, 2), ("default", 2, 3)], "length"),  # returns to the loaded weights
     ],
 )
 def test_a_wrong_reply_does_not_pass(ids: list[int], spans: list[tuple[str, int, int]], finish: str) -> None:
@@ -53,6 +54,5 @@ def test_a_wrong_reply_does_not_pass(ids: list[int], spans: list[tuple[str, int,
     meta = {"finish_reason": {"type": finish}, "weight_versions": versions}
     with pytest.raises(AssertionError):
         check_reply({"meta_info": meta, "output_ids": ids}, 3)
-    check_reply(
-        {"meta_info": meta | {"weight_versions": [{"version": "1", "start": 0, "end": 3}]}, "output_ids": [1, 2, 3]}, 3
-    )
+    whole = [{"version": "1@5f2c9a1e", "start": 0, "end": 3}]
+    check_reply({"meta_info": meta | {"weight_versions": whole}, "output_ids": [1, 2, 3]}, 3)

@@ -62,6 +62,15 @@ def test_a_whole_line_with_a_positive_log_probability_is_shown(
     assert "5 " in capsys.readouterr().out
 
 
+def test_versions_are_named_in_the_order_of_their_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Labels have no other order: a resumed run counts again, as another incarnation."""
+    orders = [["", "9@bbbbbbbb", "10@bbbbbbbb"], ["", "10@bbbbbbbb", "9@aaaaaaaa"]]
+    lines = [encoded(weight_versions=versions) + b"\n" for versions in orders]
+    (tmp_path / "trajectories.jsonl").write_bytes(b"".join(lines))
+    assert main(["trajectories", "stats", str(tmp_path)]) == 0
+    assert "9@bbbbbbbb, 10@bbbbbbbb, 9@aaaaaaaa" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "summary", [b"{", b"[]", b'{"reasons": []}', b'{"mean_reward": "x"}', b'{"episodes": "\xff"}', b"\xff"]
 )

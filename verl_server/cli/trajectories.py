@@ -147,7 +147,7 @@ def stats(args: Stats, console: Console) -> int:
         "mean log-probability": _mean(sampled),
         "mean turns": _mean([len(t.turns) for t in trajectories]),
         "longest trajectory": max((len(t.tokens) for t in trajectories), default=0),
-        "weight versions": ", ".join(sorted({v for t in trajectories for v in t.weight_versions if v})) or "-",
+        "weight versions": ", ".join(dict.fromkeys(v for t in trajectories for v in t.weight_versions if v)) or "-",
         "ends": ", ".join(f"{name} {count}" for name, count in summary.stop_reasons.items()),
     }
     table = Table(show_header=False)

@@ -33,7 +33,7 @@ class VersionSpan(TypedDict):
     """Output tokens [start, end) were sampled under weight version `version`."""
 
     version: str
-    """Version label of the weights."""
+    """Version label of the weights: NUMBER@INCARNATION, or any other text, which has no order."""
     start: int
     """Index of the first output token."""
     end: int
@@ -58,7 +58,7 @@ class MetaInfo(TypedDict):
     reasoning_tokens: int
     """Always 0. SGLang's clients read it."""
     weight_version: str
-    """Weight version of the newest output token."""
+    """Weight version of the newest output token: a label as in `VersionSpan`."""
     weight_versions: NotRequired[list[VersionSpan]]
     """Weight versions of all output tokens, in their order. Present when the sample has ended."""
     num_retractions: int

@@ -126,7 +126,7 @@ class DemoDisplay:
         env = self._env_share(m)
         cells = (
             ("step", f"{m.step}"),
-            ("weights", f"v{m.weight_version}"),
+            ("weights", m.weight_version),
             ("reward", f"{m.reward or 0:.2f}"),
             ("tokens/s", f"{m.tokens_per_s:.0f}"),
             ("rollout", f"{m.rollout_seconds:.2f} s"),
