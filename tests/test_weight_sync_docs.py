@@ -37,7 +37,7 @@ def test_the_examples_of_one_process_run_in_their_order(tiny_qwen3: Path, tmp_pa
     names: dict[str, Any] = {"folder": str(tmp_path / "checkpoint")}
     skipped = (*FRAGMENTS, "torchrun", "def hugging_face_names")
     runnable = [code for code in blocks() if not any(part in code for part in skipped)]
-    assert len(runnable) == 8, "the number of examples on the page has changed"
+    assert len(runnable) == 9, "the number of examples on the page has changed"
     try:
         for code in runnable:
             exec(compile(of_tiny_model(code, tiny_qwen3), str(PAGE), "exec"), names)
