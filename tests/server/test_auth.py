@@ -33,7 +33,11 @@ def test_levels(make_stack: MakeStack, settings: dict[str, str], key: str | None
         response = stack.get(path, headers=headers)
         assert response.status_code == (200 if path in allowed else 401), path
         if path not in allowed:
-            assert response.json() == {"error": "Unauthorized"}
+            needed = "admin key" if path == ADMIN and "admin_api_key" in settings else "API key"
+            said = response.json()["error"]["message"]
+            assert needed in said and "`Authorization: Bearer KEY` or `x-api-key: KEY`" in said
+            assert ("has no key" in said) == (key is None)
+            assert response.headers["WWW-Authenticate"] == "Bearer"
             assert response.headers["X-Verl-Error"] == "UnauthorizedError", "a proxy's 401 has no such header"
 
 

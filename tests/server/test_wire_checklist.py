@@ -75,7 +75,7 @@ def test_2_shapes_of_generate_and_its_errors(stack: Stack) -> None:
     assert len(stack.generate(input_ids=[[10], [20]], sampling_params=PARAMS)) == 2
     assert len(stack.generate(input_ids=[10], sampling_params=PARAMS | {"n": 3})) == 3
     unknown = stack.post("/generate", {"input_ids": [10], "sampling_params": {"seed": 1}})
-    assert unknown.status_code == 400 and unknown.json()["error"].startswith("unknown field `seed`, expected one of")
+    assert unknown.status_code == 400 and "unknown field `seed`" in unknown.json()["error"]["message"]
     wrong = stack.post("/generate", {"input_ids": [10], "sampling_params": {"top_p": 0}})
     assert wrong.status_code == 400 and wrong.json()["error"]["message"]
 

@@ -138,7 +138,7 @@ def raise_for(response: httpx.Response | Answer) -> None:
     if response.status_code < 400:
         return
     message, code = _message(response)
-    if response.status_code == 401:
+    if response.status_code == 401 and not response.headers.get("X-Verl-Error"):  # SGLang says "Unauthorized" only
         message = f"{message}: the server needs an api_key (for control calls: an admin_api_key)."
     kind = getattr(errors, response.headers.get("X-Verl-Error", ""), None)
     if inspect.isclass(kind) and issubclass(kind, VerlServerError) and kind is not VerlServerError:

@@ -1,7 +1,7 @@
 """The HTTP application of one TokenizerManager: the operations of all dialects, behind the door.
 
 `RouteMiddleware` finds the operation of a request, `AuthMiddleware` decides whether the caller may call it, and
-`Dispatch` calls it.
+`Dispatch` calls it. Whoever refuses the request, the answer has the shape of the operation (`routing.error_answer`).
 
 `http_process` serves the application on the TokenizerManager's event loop. `Dispatch` converts the errors of this
 project into responses, and this module converts all others.
@@ -13,13 +13,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from verl_server.errors import VerlServerError
 from verl_server.server.arrivals import ArrivalMiddleware
 from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.anthropic.routes import AnthropicApi
@@ -35,8 +35,8 @@ from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
 from verl_server.server.http.instance import InstanceMiddleware
 from verl_server.server.http.operation import Operation
-from verl_server.server.http.responses import ClientDisconnectedError, error_object, json_response
-from verl_server.server.http.routing import Dispatch, RouteMiddleware
+from verl_server.server.http.responses import ClientDisconnectedError
+from verl_server.server.http.routing import Dispatch, RouteMiddleware, error_answer
 from verl_server.server.http.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.http.unknown_fields import UnknownFieldsMiddleware
 from verl_server.server.openapi import DescriptionApi
@@ -46,7 +46,6 @@ from verl_server.server.sessions.service import SessionService
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
-from verl_server.web.resolver import Resolver
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +55,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
     rules = AccessRules(server_args)
     sessions = SessionService(manager, server_args) if sessions is None else sessions
     mounted = operations(manager, server_args, rules, sessions)
-    handlers: dict[Any, Callable[[Request, Exception], Any]] = {
-        HTTPException: _on_http_exception,
-        ClientDisconnectedError: disconnect_handler(manager),
-    }
+    handlers: dict[Any, Callable[[Request, Exception], Any]] = {ClientDisconnectedError: disconnect_handler(manager)}
     app = ServerErrorMiddleware(ExceptionMiddleware(Dispatch(), handlers), handler=_on_crash)
     arriving = ArrivalMiddleware(RoutingHeadersMiddleware(app), manager.arrivals)
     refuse = server_args.unknown_fields == "refuse"
@@ -71,8 +67,8 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
         most_body=server_args.max_request_bytes,
         cumulative_events=not server_args.incremental_streaming_output,
     )
-    guarded = RouteMiddleware(AuthMiddleware(replaying, rules, sessions.ledger.table), Resolver(mounted))
-    return SessionPathMiddleware(InstanceMiddleware(guarded, manager.instance_id))
+    guarded = InstanceMiddleware(AuthMiddleware(replaying, rules, sessions.ledger.table), manager.instance_id)
+    return SessionPathMiddleware(RouteMiddleware(guarded, mounted))
 
 
 def operations(
@@ -106,14 +102,7 @@ def disconnect_handler(manager: TokenizerManager) -> Callable[[Request, Exceptio
     return on_disconnect
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path}"
-    content = error_object(message, error.status_code, str(error.status_code))
-    return json_response(content, error.status_code, dict(error.headers or {}))
-
-
 async def _on_crash(request: Request, error: Exception) -> Response:
     logger.exception("%s %s failed.", request.method, request.url.path, exc_info=error)
     message = f"Internal error in {request.url.path}: {error!r} (see the server's log)."
-    return json_response(error_object(message, 500, "InternalServerError"), 500)
+    return error_answer(request.scope, VerlServerError(message))

@@ -3,7 +3,7 @@
 A client sends a key as `Authorization: Bearer KEY` or, as Anthropic's clients do, as `x-api-key: KEY`. If an admin key
 is set, control routes (weights, memory, pause, flush) require it and refuse the plain key. Every route accepts the
 admin key. Control routes and session routes refuse requests that only a web page of another origin sends
-(`web.origins`).
+(`web.origins`). A refusal names the key that is missing and the headers that may carry it (`web.keys`).
 
 A session key permits generation in its own session (`sessions.access`). The routes that create, read and end sessions
 need an owner's key, which is either key; they exist only if a key is set.
@@ -15,48 +15,51 @@ is a control call.
 
 from __future__ import annotations
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.errors import ForbiddenError
-from verl_server.server.http.responses import error_headers, error_object, json_response
-from verl_server.server.http.routing import route_of
-from verl_server.server.sessions.access import SessionAccess, unauthorized, without_owner_key
+from verl_server.errors import ForbiddenError, UnauthorizedError, VerlServerError
+from verl_server.server.http.routing import error_answer, not_served, route_of
+from verl_server.server.sessions.access import SessionAccess, without_owner_key
 from verl_server.server.sessions.table import SessionTable
 from verl_server.server_args import ServerArgs
-from verl_server.web.keys import is_one_of, sent_keys
+from verl_server.web.keys import is_one_of, key_needed, sent_keys
 from verl_server.web.origins import page_refusal
 from verl_server.web.resolver import NotServed
+
+_ONE_KEY, _ADMIN_KEY = "API key (api_key)", "admin key (admin_api_key)"
+
+
+class FormTypeError(ForbiddenError):
+    """A control route was sent a content type that web forms send."""
+
+    status_code = 415
 
 
 class AccessRules:
     """The rules of one server, from its keys and its address.
 
-    Each method returns the response that refuses a request, or None to permit the request.
+    Each method returns the error that refuses a request, or None to permit the request.
     """
 
     def __init__(self, server_args: ServerArgs) -> None:
         self._api_key, self._admin_api_key = server_args.api_key, server_args.admin_api_key
         self._host = server_args.host
 
-    def refusal(self, scope: Scope) -> Response | None:
+    def refusal(self, scope: Scope) -> VerlServerError | None:
         """Check a request to a route that affects that request only. If `api_key` is set, either key is sufficient."""
-        return None if self._api_key is None or self.is_owner(sent_keys(scope)) else unauthorized()
+        return None if self._api_key is None else self._key_refusal(scope, self.owner_keys)
 
-    def control_refusal(self, scope: Scope) -> Response | None:
+    def control_refusal(self, scope: Scope) -> VerlServerError | None:
         """Check a request to a route that affects the whole server."""
         key = self._api_key if self._admin_api_key is None else self._admin_api_key
-        if key is not None and not is_one_of(sent_keys(scope), [key]):
-            return unauthorized()
-        return self._page_refusal(scope)
+        refusal = None if key is None else self._key_refusal(scope, [key])
+        return refusal or self._page_refusal(scope)
 
-    def owner_refusal(self, scope: Scope) -> Response | None:
+    def owner_refusal(self, scope: Scope) -> VerlServerError | None:
         """Check a request to a session route: it needs a key, also where ordinary routes are open."""
         if not self.owner_keys:
             return without_owner_key()
-        if not self.is_owner(sent_keys(scope)):
-            return unauthorized()
-        return self._page_refusal(scope)
+        return self._key_refusal(scope, self.owner_keys) or self._page_refusal(scope)
 
     @property
     def owner_keys(self) -> list[str]:
@@ -67,14 +70,23 @@ class AccessRules:
         """Return True if one of the keys that a request has is a key of the server."""
         return is_one_of(sent, self.owner_keys)
 
-    def _page_refusal(self, scope: Scope) -> Response | None:
+    def _key_refusal(self, scope: Scope, keys: list[str]) -> UnauthorizedError | None:
+        """Refuse a request that has none of `keys`."""
+        sent = sent_keys(scope)
+        if is_one_of(sent, keys):
+            return None
+        names = [_ONE_KEY if key == self._api_key else _ADMIN_KEY for key in keys]
+        route = f"{scope['method']} {scope['path']}"
+        if _ONE_KEY not in names and self._api_key is not None and is_one_of(sent, [self._api_key]):
+            return UnauthorizedError(f"{key_needed(route, names, sent)} The API key does not permit it.")
+        return UnauthorizedError(key_needed(route, names, sent))
+
+    def _page_refusal(self, scope: Scope) -> VerlServerError | None:
         """Refuse a request that a web page of another origin may have sent."""
         found = page_refusal(scope, self._host)
         if found is None:
             return None
-        if found.status == 415:
-            return json_response(error_object(found.message, 415, "UnsupportedMediaType"), 415)
-        return json_response(error_object(found.message, 403, "Forbidden"), 403, error_headers(ForbiddenError()))
+        return FormTypeError(found.message) if found.status == 415 else ForbiddenError(found.message)
 
 
 class AuthMiddleware:
@@ -88,10 +100,14 @@ class AuthMiddleware:
         self._sessions = SessionAccess(table, rules.owner_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._refusal(scope) or self._app)(scope, receive, send)
+        refusal = self._refusal(scope)
+        app = self._app if refusal is None else error_answer(scope, refusal)
+        await app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _refusal(self, scope: Scope) -> VerlServerError | None:
         route, sent = route_of(scope), sent_keys(scope)
+        if isinstance(route, NotServed) and route.status == 400:
+            return not_served(route)
         operation = None if isinstance(route, NotServed) else route.operation
         found = self._sessions.resolve(scope, operation, sent, self._rules.is_owner(sent))
         if not isinstance(found, bool):

@@ -22,12 +22,16 @@ from starlette.responses import HTMLResponse, Response
 
 from verl_server._version import __version__
 from verl_server.sampling_params import UNSUPPORTED_PARAMS, SamplingParams
+from verl_server.server.dialects.anthropic.routes import anthropic_error
+from verl_server.server.dialects.openai.errors import openai_error
+from verl_server.server.dialects.sglang.admin_routes import unsuccessful
+from verl_server.server.dialects.vllm.errors import vllm_error
 from verl_server.server.dialects.vllm.reading import InferenceRequest
 from verl_server.server.dialects.vllm.sampling import SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT, VllmSamplingParams
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.http.field_docs import field_docs
 from verl_server.server.http.operation import EVENTS, JSON, TEXT, Operation
-from verl_server.server.http.responses import encoded_response
+from verl_server.server.http.responses import encoded_response, error_response
 
 Schema = dict[str, Any]
 
@@ -63,31 +67,35 @@ _STATUSES = {
     504: "The call exceeded its time limit.",
 }
 _MESSAGE = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
+_FACTS: Schema = {
+    "message": {"type": "string"},
+    "type": {"type": "string", "description": 'The status as text, "Bad Request" or an error type of OpenAI.'},
+    "param": {"type": ["string", "null"], "description": "The field at fault, if the error names one."},
+}
+_INNER_ERROR = {
+    "type": "object",
+    "properties": _FACTS | {"code": {"type": ["integer", "string"], "description": "The error's name, or the status."}},
+    "required": ["message", "type", "code"],
+}
+_ERROR: Schema = {
+    "type": "object",
+    "description": "SGLang's error object and, under `error`, OpenAI's.",
+    "properties": {"object": {"const": "error"}, **_FACTS, "code": {"type": "integer"}, "error": _INNER_ERROR},
+    "required": ["object", "message", "type", "code", "error"],
+}
 _ERRORS: dict[str, Schema] = {
-    "StatusError": {
-        "type": "object",
-        "description": "SGLang's and OpenAI's error object.",
-        "properties": {
-            "object": {"const": "error"},
-            "message": {"type": "string"},
-            "type": {"type": "string", "description": 'The status as text, "Bad Request" or an error type of OpenAI.'},
-            "param": {"type": ["string", "null"]},
-            "code": {"type": ["integer", "string", "null"]},
-        },
-        "required": ["object", "message", "type", "code"],
+    "Error": _ERROR,
+    "RefusedUpdate": _ERROR
+    | {
+        "description": "`Error` with `success`, of control routes whose answer has it.",
+        "properties": _ERROR["properties"] | {"success": {"const": False}},
+        "required": [*_ERROR["required"], "success"],
     },
-    "MessageError": {
+    "VllmError": {
         "type": "object",
-        "description": "SGLang's `/generate` and information routes: an object with the message. For an unknown "
-        "sampling parameter, and for keys, the message itself.",
-        "properties": {"error": {"anyOf": [_MESSAGE, {"type": "string"}]}},
+        "description": "vLLM's error object.",
+        "properties": {"error": _INNER_ERROR},
         "required": ["error"],
-    },
-    "RefusedUpdate": {
-        "type": "object",
-        "description": "Control routes whose answer has `success`.",
-        "properties": {"success": {"const": False}, "message": {"type": "string"}},
-        "required": ["success", "message"],
     },
     "AnthropicError": {
         "type": "object",
@@ -96,17 +104,19 @@ _ERRORS: dict[str, Schema] = {
         "required": ["type", "error"],
     },
 }
-_SHAPES = {
-    "anthropic": ("AnthropicError", "StatusError", "MessageError"),
-    "openai": ("StatusError", "MessageError"),
+_SHAPES: dict[Any, str] = {
+    error_response: "Error",
+    openai_error: "Error",
+    unsuccessful: "RefusedUpdate",
+    vllm_error: "VllmError",
+    anthropic_error: "AnthropicError",
 }
-"""Dialect -> shapes of its errors. The middlewares in front of all dialects answer with the last two."""
+"""`Operation.answer_error` -> name of the shape."""
 SAMPLING: list[tuple[type[msgspec.Struct], type[msgspec.Struct], Mapping[str, str], Mapping[str, str]]] = [
     (SamplingParams, GenerateReqInput, UNSUPPORTED_PARAMS, {}),
     (VllmSamplingParams, InferenceRequest, SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT),
 ]
 """(sampling parameters, body that holds them, their refused fields, their fields without effect)"""
-_ALL_SHAPES = ("StatusError", "MessageError", "RefusedUpdate")
 
 
 class DescriptionApi:
@@ -162,7 +172,7 @@ def describe(operations: Iterable[Operation]) -> Schema:
             "responses": schemas.errors,
             "securitySchemes": _SCHEMES,
         },
-        "tags": [{"name": tag} for tag in dict.fromkeys(_dialect(operation) for operation in operations)],
+        "tags": [{"name": tag} for tag in dict.fromkeys(operation.dialect for operation in operations)],
     }
 
 
@@ -172,7 +182,7 @@ def _operation(operation: Operation, path: str, method: str, schemas: _Schemas) 
         "operationId": re.sub(r"\W+", "_", f"{method.lower()} {path}").strip("_"),
         "summary": re.split(r"(?<=\.)\s", " ".join(doc.split()), maxsplit=1)[0],
         "description": " ".join(doc.split()),
-        "tags": [_dialect(operation)],
+        "tags": [operation.dialect],
         "responses": _responses(operation, path, method, schemas),
     }
     parameters = [
@@ -196,12 +206,6 @@ def _operation(operation: Operation, path: str, method: str, schemas: _Schemas) 
     return described
 
 
-def _dialect(operation: Operation) -> str:
-    """Return the name of the dialect that defines the operation."""
-    parts = operation.handler.__module__.split(".")
-    return parts[parts.index("dialects") + 1] if "dialects" in parts else "server"
-
-
 # -- answers ------------------------------------------------------------------------------------------------
 
 
@@ -213,26 +217,24 @@ def _responses(operation: Operation, path: str, method: str, schemas: _Schemas) 
         else:
             content[media_type] = {"schema": {} if operation.answer is None else schemas.reference(operation.answer)}
     responses: Schema = {"200": {"description": "Success."} | ({"content": content} if content else {})}
-    in_text = operation.media_types == (TEXT,) and operation.access == "control"
+    shape = error_shape(operation)
     for status in _error_statuses(operation, path, method):
-        name = f"{_dialect(operation)}{'Text' if in_text else ''}{status}"
-        schemas.errors[name] = _error(_dialect(operation), status, in_text)
-        responses[str(status)] = {"$ref": f"#/components/responses/{name}"}
+        schemas.errors[f"{shape}{status}"] = {
+            "description": _STATUSES[status],
+            "content": {JSON: {"schema": {"$ref": _REF.format(name=shape)}}},
+        }
+        responses[str(status)] = {"$ref": f"#/components/responses/{shape}{status}"}
     return responses
 
 
-def _error(dialect: str, status: int, in_text: bool) -> Schema:
-    """Return the description of a dialect's answer with an error status."""
-    shapes = _SHAPES.get(dialect, _ALL_SHAPES)
-    content: Schema = {JSON: {"schema": {"anyOf": [{"$ref": _REF.format(name=name)} for name in shapes]}}}
-    if in_text:
-        content[TEXT] = {"schema": {"type": "string"}}
-    return {"description": _STATUSES[status], "content": content}
+def error_shape(operation: Operation) -> str:
+    """Return the name of the shape of the operation's errors."""
+    return _SHAPES[getattr(operation.answer_error, "func", operation.answer_error)]
 
 
 def _error_statuses(operation: Operation, path: str, method: str) -> list[int]:
     """Return the statuses of the errors that an operation may answer."""
-    dialect = _dialect(operation)
+    dialect = operation.dialect
     statuses = {412, 500}
     if dialect != "server":
         statuses |= {503}  # every dialect needs the scheduler
@@ -260,7 +262,7 @@ class _Schemas:
     """The components of the document: bodies, answers and errors."""
 
     errors: dict[str, Schema]
-    """Responses with an error status, by dialect and status."""
+    """Responses with an error status, by shape and status."""
 
     def __init__(self, operations: list[Operation]) -> None:
         bodies = {operation.body for operation in operations if operation.body is not None}

@@ -1,4 +1,4 @@
-"""Keys of a request: which ones it has, and whether one of them is a key of the server."""
+"""Keys of a request: which ones it has, whether one of them is a key of the server, and what a refusal says."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def sent_keys(scope: Scope) -> list[bytes]:
 def is_one_of(sent: list[bytes], keys: Collection[str]) -> bool:
     """Return True if one of the sent keys is one of `keys`. The time does not depend on how alike they are."""
     return any(hmac.compare_digest(each, key.encode()) for each in sent for key in keys)
+
+
+def key_needed(route: str, names: Collection[str], sent: Collection[bytes]) -> str:
+    """Return the message for a request to `route` without one of the keys that `names` describe."""
+    fault = "The request's key is another one." if sent else "The request has no key."
+    return (
+        f"Unauthorized: {route} needs this server's {' or '.join(names)}, in the header `Authorization: Bearer KEY` or "
+        f"`x-api-key: KEY`. {fault}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -9,12 +10,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import pytest
 
 from tests.rollout.agents.common import FAST, Echo, is_alive, program, run, says_number, wait_for
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer
+from verl_server.rollout.agents.gateway import EnvironmentGateway, Referee
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.trajectory import StopReason
 
@@ -180,6 +183,25 @@ print([status(url + "x/step", {"text": "1"}), status(url + "/step", {"no": 1}), 
     (episode,) = run(program(code), environment=lambda task: Echo()).episodes
     assert episode.output.strip() == str([404, 400, 404, 400, 200, 400])
     assert episode.reward == 1.0
+
+
+def test_every_error_of_the_gateway_is_json() -> None:
+    async def check() -> None:
+        gateway = EnvironmentGateway()
+        async with asyncio.timeout(30), gateway.running():
+            with gateway.serving(cast(Referee, object())) as url:
+                async with httpx.AsyncClient(trust_env=False) as client:
+                    for method, path, status in (
+                        ("GET", "/nothing", 404),
+                        ("DELETE", "/step", 405),
+                        ("POST", "/step", 400),
+                        ("GET", "/tools", 500),  # this episode has no referee
+                        ("GET", "x/tools", 404),
+                    ):
+                        answer = await client.request(method, url + path)
+                        assert answer.status_code == status and answer.json()["error"], (path, answer.text)
+
+    asyncio.run(check())
 
 
 def test_the_policy_is_the_fake_one() -> None:

@@ -112,13 +112,21 @@ def test_a_key_is_needed_and_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         async with asked(api_key="secret") as (url, client):
             assert (await client.get("/health")).status_code == 200
             for method, path in (("POST", "/reset"), ("GET", "/schema"), ("POST", "/mcp"), ("GET", "/nothing")):
-                assert (await client.request(method, path)).status_code == 401, path
+                answer = await client.request(method, path)
+                assert answer.status_code == 401 and answer.headers["WWW-Authenticate"] == "Bearer", path
+                said = answer.json()["detail"]
+                assert f"{method} {path} needs" in said and "VERL_ENV_API_KEY" in said and "has no key" in said
+                assert "`Authorization: Bearer KEY` or `x-api-key: KEY`" in said
                 wrong = {"Authorization": "Bearer wrong"}
                 assert (await client.request(method, path, headers=wrong)).status_code == 401, path
             for path in ("/health%0A", "/reset%0A", "/health%00"):
                 assert (await client.post(path)).status_code == 400
             for path in ("/health/", "//health", "/Health"):
                 assert (await client.get(path)).status_code == 401
+            with pytest.raises(InvalidStatus) as refused:
+                async with connect(url.replace("http", "ws") + "/ws", proxy=None):
+                    pass
+            assert b"x-api-key: KEY" in (refused.value.response.body or b"")
             with pytest.raises(EnvError, match=r"401.*VERL_ENV_API_KEY"):
                 await RemoteEnvironment(url).reset(1)
             assert not MADE
@@ -126,6 +134,27 @@ def test_a_key_is_needed_and_sent(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await asyncio.to_thread(environment_schema, url, 10) == {"type": "object"}
             async with RemoteEnvironment(url) as environment:
                 assert (await environment.reset(1)).observation == {"text": "hello"}
+
+    run(check)
+
+
+def test_errors_of_every_route_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("the reason")
+
+    monkeypatch.setattr(module._EnvApp, "health", broken)
+
+    async def check() -> None:
+        async with asked() as (_, client):
+            paths = ("/reset", "/step", "/state", "/health", "/metadata", "/schema", "/nothing", "/ws", "/")
+            for path in paths:
+                answer = await client.patch(path)
+                assert answer.status_code in (404, 405) and f"PATCH {path}" in answer.json()["detail"]
+                assert answer.status_code == 404 or answer.headers["Allow"] in answer.json()["detail"]
+            assert (await client.patch("/mcp")).json()["detail"]
+            assert "no session" in (await client.delete("/mcp")).json()["error"]["message"]
+            crashed = await client.get("/health")
+            assert crashed.status_code == 500 and "the reason" in crashed.json()["detail"]
 
     run(check)
 

@@ -35,6 +35,7 @@ from verl_server.rollout.environment import EnvError, EnvTimeoutError
 from verl_server.rollout.environments.text import TextEnvironment
 from verl_server.web.bodies import bounded_body
 from verl_server.web.http_server import GuardedServer
+from verl_server.web.json_errors import json_error_handlers
 
 T = TypeVar("T")
 
@@ -188,7 +189,7 @@ class EnvironmentGateway:
             Route("/{token}/tools", partial(self._answer, self._tools), methods=["GET"]),
             Route("/{token}/call", partial(self._answer, self._call), methods=["POST"]),
         ]
-        app = Starlette(routes=routes)
+        app = Starlette(routes=routes, exception_handlers=json_error_handlers("error"))
         app.router.redirect_slashes = False
         limit = raise_descriptor_limit()
         server = _Server(

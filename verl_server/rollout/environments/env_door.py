@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError
 from verl_server.web.addresses import is_loopback
-from verl_server.web.keys import is_one_of, sent_keys
+from verl_server.web.keys import is_one_of, key_needed, sent_keys
 from verl_server.web.origins import page_refusal
 from verl_server.web.resolver import has_control_character
 
@@ -41,7 +41,8 @@ class EnvDoor:
             await refusal(scope, receive, send)
         else:
             await receive()
-            await send({"type": "websocket.http.response.start", "status": refusal.status_code, "headers": []})
+            head = {"status": refusal.status_code, "headers": refusal.raw_headers}
+            await send({"type": "websocket.http.response.start"} | head)
             await send({"type": "websocket.http.response.body", "body": refusal.body})
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -50,11 +51,13 @@ class EnvDoor:
             return _refused(400, "The path of the URL has a control character.")
         if path == "/health":
             return None
-        if self._keys and not is_one_of(sent_keys(scope), self._keys):
-            return _refused(401, "This environment server needs its key: set VERL_ENV_API_KEY to it.")
+        sent = sent_keys(scope)
+        if self._keys and not is_one_of(sent, self._keys):
+            needed = key_needed(f"{scope.get('method', 'WebSocket')} {path}", ["key (VERL_ENV_API_KEY)"], sent)
+            return _refused(401, needed, {"WWW-Authenticate": "Bearer"})
         found = page_refusal(scope, self._host)
         return None if found is None else _refused(found.status, found.message)
 
 
-def _refused(status: int, message: str) -> Response:
-    return Response(orjson.dumps({"detail": message}), status, media_type="application/json")
+def _refused(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps({"detail": message}), status, headers, media_type="application/json")

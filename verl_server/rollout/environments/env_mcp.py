@@ -111,7 +111,8 @@ class McpRoutes:
         """Close the session that the header names."""
         session = self._sessions.get(request.headers.get(SESSION_HEADER, ""))
         if session is None:
-            return Response(f"There is no session of this {SESSION_HEADER}.", 404)
+            error = JsonRpcError(INVALID_REQUEST, f"There is no session of this {SESSION_HEADER}.")
+            return Response(_failed(None, error), 404, media_type="application/json")
         await self._close(session)
         return Response(status_code=204)
 

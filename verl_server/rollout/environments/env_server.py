@@ -37,6 +37,7 @@ from verl_server.rollout.environments.hosted_env import EnvMessageError, HostedE
 from verl_server.rollout.environments.tools import Toolbox
 from verl_server.web.bodies import bounded_body
 from verl_server.web.http_server import GuardedServer
+from verl_server.web.json_errors import json_error_handlers
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,7 @@ def create_env_app(
             *(Route(f"/{kind}", getattr(app, kind)) for kind in ("state", "health", "metadata", "schema")),
         ],
         lifespan=lifespan,
+        exception_handlers=json_error_handlers("detail"),
     )
     routes.router.redirect_slashes = False
     return EnvDoor(routes, host, api_key)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import ServerRestartedError
 from verl_server.messages.io_struct import EXPECTED_INSTANCE_HEADER, INSTANCE_HEADER
-from verl_server.server.http.responses import status_error
+from verl_server.server.http.routing import error_answer
 from verl_server.web.first_headers import first_headers
 
 _EXPECTED = EXPECTED_INSTANCE_HEADER.lower().encode()
@@ -37,7 +37,7 @@ class InstanceMiddleware:
         expected = first_headers(scope).get(_EXPECTED)
         app = self._app
         if expected is not None and expected != self._header[1]:
-            app = status_error(self._restarted(expected.decode("latin-1")))
+            app = error_answer(scope, self._restarted(expected.decode("latin-1")))
         await app(scope, receive, send_with_id)
 
     def _restarted(self, expected: str) -> ServerRestartedError:

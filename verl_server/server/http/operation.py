@@ -20,6 +20,7 @@ from verl_server.errors import VerlServerError
 from verl_server.server.http.responses import error_response
 
 Handler = Callable[[Request], Awaitable[Response]]
+AnswerError = Callable[[VerlServerError], Response]
 
 JSON = "application/json"
 TEXT = "text/plain"
@@ -61,8 +62,15 @@ class Operation:
     """Type of the JSON answer with status 200. None: the docstring of the handler says what the answer holds."""
     media_types: tuple[str, ...] = (JSON,)
     """Content types of the answer with status 200."""
-    answer_error: Callable[[VerlServerError], Response] = error_response
-    """Returns the answer to an error that the handler raises, in the shape of the dialect."""
+    answer_error: AnswerError = error_response
+    """Returns the answer to an error of the route, in the shape of the dialect. Not only the handler raises errors:
+    access rules, headers and queries are checked before it."""
+
+    @property
+    def dialect(self) -> str:
+        """Name of the dialect that defines the operation; "server" for the description of all dialects."""
+        parts = self.handler.__module__.split(".")
+        return parts[parts.index("dialects") + 1] if "dialects" in parts else "server"
 
     @property
     def paths(self) -> tuple[str, ...]:

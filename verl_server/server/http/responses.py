@@ -1,8 +1,11 @@
 """HTTP functions of all routes: bounded bodies, strict JSON, error bodies, event streams, disconnects.
 
-Error bodies have one of SGLang's shapes: {"error": {"message"}} (`message_error`), {"object": "error", ...}
-(`error_object`), or {"success": false, "message"} (weight routes). The header `X-Verl-Error` names the exception class
-of the error, and `HttpServerEngineAdapter` raises the same class.
+Every error of a route has the shape of the route's dialect, also if the request does not reach the handler. The routes
+of OpenAI, Anthropic and vLLM have the shapes of these projects. All others have SGLang's shapes in one object:
+{"object": "error", "message", "type", "param", "code", "error": {"message", "type", "param", "code"}}, and routes that
+change weights have "success": false, too. `code` is the HTTP status; in `error`, it is the name of the error if it has
+one. The header `X-Verl-Error` names the exception class of the error, and `HttpServerEngineAdapter` raises the same
+class.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from verl_server.errors import BadRequestError, SessionError, SessionUnavailableError, VerlServerError
+from verl_server.errors import (
+    BadRequestError,
+    ForbiddenError,
+    SessionError,
+    SessionUnavailableError,
+    UnauthorizedError,
+    VerlServerError,
+)
 from verl_server.messages.columns import MSGPACK
 from verl_server.server.request_state import Write
 from verl_server.server.text.text_tools import Job
@@ -46,6 +56,16 @@ class BodyTooLargeError(BadRequestError):
     """The body has more bytes than its route takes: `max_request_bytes`, or fewer for a route that needs few."""
 
     status_code = 413
+
+
+class NotServedError(VerlServerError):
+    """No operation serves the request. The answer has no X-Verl-Error: any other server would answer the same."""
+
+    def __init__(self, status_code: int, message: str, allowed: tuple[str, ...] = ()) -> None:
+        """Take the methods that the path has as `allowed`."""
+        super().__init__(message)
+        self.status_code = status_code
+        self.allowed = allowed
 
 
 class ClientDisconnectedError(Exception):
@@ -103,10 +123,14 @@ def _base64(value: Any) -> str:
     return base64.b64encode(value).decode("ascii")
 
 
-def error_headers(error: Exception) -> dict[str, str]:
-    headers = {ERROR_HEADER: type(error).__name__} if isinstance(error, VerlServerError) else {}
-    if isinstance(error, SessionError):
+def error_headers(error: VerlServerError) -> dict[str, str]:
+    if isinstance(error, NotServedError):
+        return {"Allow": ", ".join(error.allowed)} if error.allowed else {}
+    headers = {ERROR_HEADER: type(error).__name__}
+    if isinstance(error, SessionError | ForbiddenError):
         headers["x-should-retry"] = "false"  # the SDKs of OpenAI and Anthropic retry 409 otherwise
+    if isinstance(error, UnauthorizedError):
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, SessionUnavailableError):
         headers["Retry-After"] = "1"
     if isinstance(error, BodyTooLargeError):
@@ -114,34 +138,17 @@ def error_headers(error: Exception) -> dict[str, str]:
     return headers
 
 
-def message_error(error: VerlServerError) -> Response:
-    """Return {"error": {"message"}}, with `code` if the error has one, or SGLang's {"error": "..."} for an unknown
-    sampling parameter."""
-    message = str(error)
-    if message.startswith("sampling_params: unknown field"):
-        content: dict[str, Any] = {"error": message.removeprefix("sampling_params: ")}
-    else:
-        content = {"error": {"message": message} | ({"code": error.code} if error.code else {})}
-    return json_response(content, error.status_code, error_headers(error))
-
-
-def error_object(message: str, status_code: int, kind: str) -> dict[str, Any]:
-    """Return {"object": "error", ...}. `kind` is the status code as text, "Bad Request" or an OpenAI error type."""
-    return {"object": "error", "message": message, "type": kind, "param": None, "code": status_code}
-
-
-def status_error(error: VerlServerError, kind: str | None = None) -> Response:
-    content = error_object(str(error), error.status_code, kind or str(error.status_code))
-    return json_response(content, error.status_code, error_headers(error))
-
-
-def bad_request(error: VerlServerError) -> Response:
-    return status_error(error, "Bad Request")
+def error_content(error: VerlServerError, kind: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Return the body of an error in SGLang's shapes. `kind` is the error's type, `param` the field at fault."""
+    status, message = error.status_code, str(error)
+    kind = kind or ("Bad Request" if status == 400 else str(status))
+    inner = {"message": message, "type": kind, "param": param, "code": error.code or status}
+    return {"object": "error", "message": message, "type": kind, "param": param, "code": status, "error": inner}
 
 
 def error_response(error: VerlServerError) -> Response:
-    """Return the answer of an operation whose dialect has no shape of its own for errors."""
-    return bad_request(error) if error.status_code < 500 else status_error(error)
+    """Return the answer to an error of an operation whose dialect has no shape of its own."""
+    return json_response(error_content(error), error.status_code, error_headers(error))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -1,21 +1,28 @@
 """`RouteMiddleware` resolves each request once, and `Dispatch` calls the handler that was found.
 
 `app.create_app` puts the middlewares between both. They read the route with `route_of`; none of them parses a path.
+What they refuse is answered by `error_answer`, in the shape of the dialect to which the path belongs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
-from verl_server.server.http.operation import Operation
-from verl_server.server.http.responses import error_object, json_response
+from verl_server.server.http.operation import AnswerError, Operation
+from verl_server.server.http.responses import NotServedError, error_response
 from verl_server.web.resolver import Found, NotServed, Resolver
 
 Route = Found[Operation] | NotServed
 _STATE = "route"
 """Name in `scope["state"]` of the route of a request."""
+_SHAPE = "answer_error"
+"""Name in `scope["state"]` of the function that answers the errors of a request that no operation serves."""
 
 
 def route_of(scope: Scope) -> Route:
@@ -24,20 +31,59 @@ def route_of(scope: Scope) -> Route:
     return route
 
 
+def error_answer(scope: Scope, error: VerlServerError) -> Response:
+    """Return the answer to an error, in the shape of the dialect to which the request's path belongs."""
+    route = route_of(scope)
+    answer: AnswerError = scope["state"][_SHAPE] if isinstance(route, NotServed) else route.operation.answer_error
+    return answer(error)
+
+
 class RouteMiddleware:
     """Sets the route of each request. Only HTTP passes: there is no WebSocket to be guarded."""
 
-    def __init__(self, app: ASGIApp, resolver: Resolver[Operation]) -> None:
-        self._app, self._resolver = app, resolver
+    def __init__(self, app: ASGIApp, operations: Collection[Operation]) -> None:
+        self._app, self._resolver = app, Resolver(operations)
+        self._shapes = _Shapes(operations)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await _refuse_protocol(scope, receive, send)
             return
         route = self._resolver.find(scope["method"], scope["path"])
-        scope.setdefault("state", {})[_STATE] = route
-        app = _refused(route) if isinstance(route, NotServed) and route.status == 400 else self._app
-        await app(scope, receive, send)
+        state = scope.setdefault("state", {})
+        state[_STATE] = route
+        if isinstance(route, NotServed):
+            state[_SHAPE] = self._shapes.of(scope["path"])
+        await self._app(scope, receive, send)
+
+
+class _Shapes:
+    """The shapes of errors for paths that no operation serves."""
+
+    def __init__(self, operations: Collection[Operation]) -> None:
+        self._paths = [(path.split("/")[1:], operation) for operation in operations for path in operation.paths]
+
+    def of(self, path: str) -> AnswerError:
+        """Return the shape of the dialect with the most paths among those that share the most leading parts with
+        `path`, and SGLang's if no path shares a part with it."""
+        parts = path.split("/")[1:]
+        shared = [_shared_parts(parts, known) for known, _ in self._paths]
+        most = max(shared, default=0)
+        if most == 0:
+            return error_response
+        near = [operation for count, (_, operation) in zip(shared, self._paths, strict=True) if count == most]
+        ((dialect, _),) = Counter(operation.dialect for operation in near).most_common(1)
+        return next(operation.answer_error for operation in near if operation.dialect == dialect)
+
+
+def _shared_parts(parts: list[str], known: list[str]) -> int:
+    """Return the number of leading parts of a path that a known path has, too."""
+    count = 0
+    for part, pattern in zip(parts, known, strict=False):
+        if part != pattern and not (part and pattern.startswith("{")):
+            break
+        count += bool(part)  # the root has one part, which is empty
+    return count
 
 
 class Dispatch:
@@ -49,7 +95,7 @@ class Dispatch:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = route_of(scope)
         if isinstance(route, NotServed):
-            await _refused(route)(scope, receive, send)
+            await error_answer(scope, not_served(route))(scope, receive, send)
             return
         scope["path_params"] = route.parameters
         operation = route.operation
@@ -60,9 +106,9 @@ class Dispatch:
         await response(scope, receive, send)
 
 
-def _refused(route: NotServed) -> ASGIApp:
-    headers = {"Allow": ", ".join(route.allowed)} if route.allowed else None
-    return json_response(error_object(route.message, route.status, str(route.status)), route.status, headers)
+def not_served(route: NotServed) -> NotServedError:
+    """Return the error of a request that no operation serves."""
+    return NotServedError(route.status, route.message, route.allowed)
 
 
 async def _refuse_protocol(scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError
-from verl_server.server.http.responses import bad_request
+from verl_server.server.http.routing import error_answer
 from verl_server.web.first_headers import first_headers
 
 _RANK_HEADER = "X-data-parallel-rank"
@@ -33,4 +33,4 @@ class RoutingHeadersMiddleware:
             return
         shown = rank[:20].decode("latin-1")
         message = f"{_RANK_HEADER}: {shown} is not served: this server has one data-parallel rank, 0."
-        await bad_request(BadRequestError(message))(scope, receive, send)
+        await error_answer(scope, BadRequestError(message))(scope, receive, send)

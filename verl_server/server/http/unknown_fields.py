@@ -23,8 +23,8 @@ from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.http.near_names import near_name
 from verl_server.server.http.operation import Operation
-from verl_server.server.http.responses import bad_request, read_json
-from verl_server.server.http.routing import route_of
+from verl_server.server.http.responses import read_json
+from verl_server.server.http.routing import error_answer, route_of
 from verl_server.server.metrics import Metrics
 from verl_server.web.json_body import LONGEST_NAME, MOST_NAMES, names_of_unknown
 from verl_server.web.json_convert import read_struct
@@ -90,7 +90,7 @@ class UnknownFieldsMiddleware:
         try:
             judge.judge_query(scope["query_string"])
         except BadRequestError as error:
-            await bad_request(error)(scope, receive, send)
+            await error_answer(scope, error)(scope, receive, send)
             return
 
         async def send_with_names(message: Message) -> None:

@@ -28,8 +28,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError, IdempotencyConflictError, VerlServerError
-from verl_server.server.http.responses import message_error
-from verl_server.server.http.routing import route_of
+from verl_server.server.http.routing import error_answer, route_of
 from verl_server.server.replay.answer_log import AnswerLog
 from verl_server.server.replay.entries import Entries, Entry
 from verl_server.web.bodies import Body
@@ -81,7 +80,7 @@ class ReplayMiddleware:
             entry = await self._entry(scope, headers, session, key, read)
             start = _first_piece(headers, entry, key is not None)
         except VerlServerError as error:
-            await message_error(error)(scope, receive, send)
+            await error_answer(scope, error)(scope, receive, send)
             return
         await self._follow(entry, start, receive, send)
 

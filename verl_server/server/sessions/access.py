@@ -14,12 +14,16 @@ from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.errors import BadRequestError, ForbiddenError, SessionUnavailableError, UnauthorizedError
+from verl_server.errors import (
+    BadRequestError,
+    ForbiddenError,
+    SessionUnavailableError,
+    UnauthorizedError,
+    VerlServerError,
+)
 from verl_server.server.http.operation import Operation
-from verl_server.server.http.responses import bad_request, error_headers, error_object, json_response, message_error
 from verl_server.server.sessions.ledger import KEY_PREFIX
 from verl_server.server.sessions.session import CHILD_NAME, SessionCaller
 from verl_server.server.sessions.table import SessionTable
@@ -42,19 +46,17 @@ def owner_of(scope: Scope) -> bytes | None:
     return key
 
 
-def unauthorized() -> Response:
-    headers = error_headers(UnauthorizedError()) | {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
-    return json_response({"error": "Unauthorized"}, 401, headers)
+def without_owner_key() -> VerlServerError:
+    """Return the error of a session route on a server without keys."""
+    return ForbiddenError(_NO_KEY)
 
 
-def without_owner_key() -> Response:
-    """Return the answer of a session route on a server without keys."""
-    return _forbidden(_NO_KEY)
-
-
-def _forbidden(message: str) -> Response:
-    headers = error_headers(ForbiddenError()) | {"x-should-retry": "false"}
-    return json_response(error_object(message, 403, "Forbidden"), 403, headers)
+def _unknown_session_key() -> VerlServerError:
+    return UnauthorizedError(
+        "Unauthorized: the session key of this request is of no session that this server has. Send the `key` of "
+        "POST /sessions as `Authorization: Bearer KEY`, as `x-api-key: KEY` or in the path, /s/KEY/v1/..., and one "
+        "session key only. A session that was deleted or has expired has no key."
+    )
 
 
 class SessionPathMiddleware:
@@ -80,16 +82,20 @@ class SessionAccess:
 
     def resolve(
         self, scope: Scope, operation: Operation | None, sent_keys: list[bytes], is_owner: bool
-    ) -> Response | bool:
+    ) -> VerlServerError | bool:
         """Find the session of a request, and set `scope["state"]["session"]`. Remove a key from the path.
 
-        Return a response that refuses the request, True if a session key permits the request, or False if the ordinary
+        Return an error that refuses the request, True if a session key permits the request, or False if the ordinary
         rules decide. `operation` is None if no route serves the request. `sent_keys` are the keys in the headers.
         `is_owner`: an owner's key is among `sent_keys`.
         """
         in_path: bytes | None = scope.get("state", {}).pop(_STATE, None)
         if not self._owner_keys:
-            return False if in_path is None else unauthorized()
+            return (
+                False
+                if in_path is None
+                else UnauthorizedError(f"Unauthorized: the path has a session key, and {_NO_KEY}.")
+            )
         keys = {key for key in sent_keys if key.startswith(KEY_PREFIX.encode()) and key not in self._owner_keys}
         if in_path is not None:
             keys.add(in_path)
@@ -104,26 +110,24 @@ class SessionAccess:
             return refusal
         session_id = self._table.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
         if session_id is None:
-            return unauthorized()
+            return _unknown_session_key()
         if operation is None or not (operation.in_session or operation.access == "open"):
-            return _forbidden(
+            return ForbiddenError(
                 f"A session key permits generation in its own session only: {scope['method']} {scope['path']} needs "
                 "the owner's key."
             )
         key_hash = self._table.find(session_id).record.key_hash
         return self._enter(scope, session_id, headers.get(CHILD_HEADER), False, key_hash[:16]) or True
 
-    def starting(self) -> Response | None:
+    def starting(self) -> VerlServerError | None:
         """Return the refusal of a request that needs a session while sessions are still read from the store."""
         if self._table.is_complete:
             return None
-        return message_error(
-            SessionUnavailableError("The server is starting and reads its session store. Retry later.")
-        )
+        return SessionUnavailableError("The server is starting and reads its session store. Retry later.")
 
     def _resolve_header(
         self, scope: Scope, operation: Operation | None, headers: Headers, scope_key: bytes
-    ) -> Response | None:
+    ) -> VerlServerError | None:
         """Set the session that X-Session-ID names. Return a refusal or None. An unknown id is a hint for routers."""
         named = headers.get(SESSION_HEADER)
         if named is None or operation is None or not operation.in_session:
@@ -136,9 +140,9 @@ class SessionAccess:
 
     def _enter(
         self, scope: Scope, session_id: str, child: str | None, is_owner: bool, scope_key: bytes
-    ) -> Response | None:
+    ) -> VerlServerError | None:
         if child is not None and CHILD_NAME.fullmatch(child) is None:
-            return bad_request(BadRequestError(f"{CHILD_HEADER} must be 1 to 64 letters, digits, '_' or '-'."))
+            return BadRequestError(f"{CHILD_HEADER} must be 1 to 64 letters, digits, '_' or '-'.")
         state: dict[str, Any] = scope.setdefault("state", {})
         state["session"] = SessionCaller(session_id, child, is_owner, scope_key)
         return None

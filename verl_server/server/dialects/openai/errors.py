@@ -1,4 +1,4 @@
-"""Errors of OpenAI's routes: SGLang's flat object and, beside it, OpenAI's object under `error`."""
+"""Errors of OpenAI's routes: the object of `responses.error_content` with OpenAI's types, and the field at fault."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from starlette.responses import Response
 
 from verl_server.errors import VerlServerError
-from verl_server.server.http.responses import error_headers, error_object, json_response
+from verl_server.server.http import responses
+from verl_server.server.http.responses import error_headers, json_response
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """Sampling parameter in a message -> field of OpenAI's routes."""
@@ -34,8 +35,7 @@ def error_content(error: VerlServerError, fields: Iterable[str] = ()) -> dict[st
     message = str(error)
     kind = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     param = "model" if isinstance(error, ModelNotFoundError) else error_param(message, fields)
-    inner = {"message": message, "type": kind, "param": param, "code": error.code or error.status_code}
-    return error_object(message, error.status_code, kind) | {"param": param, "error": inner}
+    return responses.error_content(error, kind, param)
 
 
 def error_param(message: str, fields: Iterable[str]) -> str | None:

@@ -76,8 +76,8 @@ class OpenAIApi:
 
     def operations(self) -> list[Operation]:
         return [
-            Operation("/v1/models", self.models, in_session=True),
-            Operation("/v1/models/{name:path}", self.model, in_session=True),
+            Operation("/v1/models", self.models, in_session=True, answer_error=openai_error),
+            Operation("/v1/models/{name:path}", self.model, in_session=True, answer_error=openai_error),
             Operation(
                 "/v1/completions",
                 self.completions,
@@ -162,9 +162,7 @@ class OpenAIApi:
         name = request.path_params["name"]
         if name.strip("/") == self._model_name.strip("/"):
             return json_response(self._model_card())
-        message = f"The model '{name}' does not exist"
-        error = {"message": message, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
-        return json_response({"error": error}, 404)
+        raise ModelNotFoundError(f"The model '{name}' does not exist: this server has {self._model_name!r}.")
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError for the name of an adapter, `model:adapter`. Other names are not compared."""
@@ -258,8 +256,6 @@ class OpenAIApi:
         try:
             response = json_response(await unless_disconnected(request, build()))
             return self._turns.mark(response, generation)
-        except VerlServerError as error:
-            return openai_error(error)
         finally:
             answer.close()
             generation.close()

@@ -30,7 +30,7 @@ from verl_server.messages.session_types import (
     SessionTrajectory,
 )
 from verl_server.server.http.operation import JSON, POST, Operation
-from verl_server.server.http.responses import encoded_response, json_response, message_error
+from verl_server.server.http.responses import encoded_response, json_response
 from verl_server.server.http.unknown_fields import read_object, refuse_unknown
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
@@ -69,7 +69,7 @@ class SessionApi:
 
     def operations(self) -> list[Operation]:
         one = "/sessions/{session_id}"
-        owner: dict[str, Any] = {"access": "owner", "answer_error": message_error}
+        owner: dict[str, Any] = {"access": "owner"}
         return [
             Operation("/sessions", self.create, POST, body=CreateSession, answer=CreatedSession, **owner),
             Operation("/sessions", self.list_sessions, query=_LIST_QUERY, answer=SessionList, **owner),

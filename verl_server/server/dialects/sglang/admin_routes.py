@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from verl_server.errors import BadRequestError, WeightUpdateError, error_for_status
+from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError, error_for_status
 from verl_server.messages.io_struct import (
     AbortReq,
     AcceptRestartReq,
@@ -41,10 +41,9 @@ from verl_server.messages.weight_requests import (
 from verl_server.server.auth import AccessRules
 from verl_server.server.http.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
 from verl_server.server.http.responses import (
-    bad_request,
+    error_content,
     error_headers,
     json_response,
-    message_error,
     read_json,
     unless_disconnected,
 )
@@ -96,6 +95,7 @@ class ControlApi:
 
     def operations(self) -> list[Operation]:
         timeout = {"timeout": "Longest wait for an idle scheduler, in seconds."}
+        says_success: dict[str, Any] = {"answer_error": unsuccessful}
         return [
             Operation(
                 FlushCacheReq.route, self.flush_cache, BOTH, access="control", query=timeout, media_types=(TEXT,)
@@ -103,13 +103,13 @@ class ControlApi:
             _operation(AbortReq, self.abort_request, access="key", media_types=()),
             _operation(PauseGenerationReq, self._ok(PauseGenerationReq, "Generation paused successfully.")),
             _operation(ContinueGenerationReq, self._ok(ContinueGenerationReq, "Generation continued successfully.")),
-            *(_operation(kind, self._plain(kind)) for kind in _PLAIN_REQS),
-            _operation(UpdateWeightsFromDiskReq, self.update_weights_from_disk),
-            _operation(UpdateWeightVersionReq, self.update_weight_version),
-            _operation(AcceptRestartReq, self.accept_restart),
-            Operation("/post_process_weights", self.post_process_weights, POST, access="control"),
+            *(_operation(kind, self._plain(kind), **says_success) for kind in _PLAIN_REQS),
+            _operation(UpdateWeightsFromDiskReq, self.update_weights_from_disk, **says_success),
+            _operation(UpdateWeightVersionReq, self.update_weight_version, **says_success),
+            _operation(AcceptRestartReq, self.accept_restart, **says_success),
+            Operation("/post_process_weights", self.post_process_weights, POST, access="control", **says_success),
             _operation(GetWeightsByNameReq, self.get_weights_by_name, BOTH),
-            _operation(WeightsCheckerReq, self.weights_checker, BOTH),
+            _operation(WeightsCheckerReq, self.weights_checker, BOTH, **says_success),
             _operation(ReleaseMemoryOccupationReq, self._null(ReleaseMemoryOccupationReq), BOTH),
             _operation(ResumeMemoryOccupationReq, self._null(ResumeMemoryOccupationReq), BOTH),
         ]
@@ -124,18 +124,18 @@ class ControlApi:
         except ValueError:
             timeout = -1.0
         if not 0 <= timeout < float("inf"):
-            return bad_request(BadRequestError(f"timeout must be a number of seconds >= 0, not {given!r}."))
+            raise BadRequestError(f"timeout must be a number of seconds >= 0, not {given!r}.")
         reply = await self._control(request, FlushCacheReq(timeout=timeout))
-        if reply.success:
-            return PlainTextResponse(_FLUSHED)
-        return PlainTextResponse(reply.message or "Flush cache failed.\n", reply.status_code)
+        if not reply.success:
+            raise error_for_status(reply.status_code, reply.message or "Flush cache failed.")
+        return PlainTextResponse(_FLUSHED)
 
     async def abort_request(self, request: Request) -> Response:
         """Return 200 with an empty body, even if no request has this `rid`. With `abort_all`, this is a control route.
         Without `abort_all`, every caller that may generate may end a request whose `rid` the caller knows."""
         req = await self._parse(request, AbortReq)
         if req.abort_all and (refusal := self._rules.control_refusal(request.scope)) is not None:
-            return refusal
+            raise refusal
         self._manager.check_serving()
         self._manager.abort_request(req.rid, req.abort_all)
         return Response()
@@ -146,7 +146,8 @@ class ControlApi:
         async def change_generation(request: Request) -> Response:
             """Return {"message", "status"}."""
             reply = await self._control(request, await self._parse(request, kind))
-            return json_response({"message": message, "status": "ok"}) if reply.success else _message_error(reply)
+            _check(reply)
+            return json_response({"message": message, "status": "ok"})
 
         return change_generation
 
@@ -192,7 +193,8 @@ class ControlApi:
     async def get_weights_by_name(self, request: Request) -> Response:
         """Return the first `truncate_size` rows of the parameter as nested lists; 400 if no parameter has the name."""
         reply = await self._control(request, await self._parse(request, GetWeightsByNameReq))
-        return json_response(reply.payload) if reply.success else _message_error(reply)
+        _check(reply)
+        return json_response(reply.payload)
 
     async def weights_checker(self, request: Request) -> Response:
         """Return {"success", "message"} and the results of the action."""
@@ -208,7 +210,8 @@ class ControlApi:
         async def change_memory(request: Request) -> Response:
             """Return null."""
             reply = await self._control(request, await self._parse(request, kind))
-            return json_response(None) if reply.success else _message_error(reply)
+            _check(reply)
+            return json_response(None)
 
         return change_memory
 
@@ -239,19 +242,25 @@ def _operation(
     methods: tuple[str, ...] = POST,
     access: Access = "control",
     media_types: tuple[str, ...] = (JSON,),
+    **declared: Any,
 ) -> Operation:
     """Return the operation of a request of `io_struct`, whose route the request names."""
     others = {name: reason for name, reason in _BASE_FIELDS.items() if name not in kind.__struct_fields__}
     path: str = kind.route  # type: ignore[attr-defined]
-    return Operation(path, handler, methods, access=access, body=kind, without_effect=others, media_types=media_types)
+    declared |= {"access": access, "without_effect": others, "media_types": media_types}
+    return Operation(path, handler, methods, body=kind, **declared)
 
 
 def _success(reply: ControlReply, **extra: Any) -> Response:
     """Return the response of a weight route: {"success", "message", ...}."""
-    content = {"success": reply.success, "message": reply.message} | extra
-    if reply.success:
-        return json_response(content)
-    error = error_for_status(reply.status_code, reply.message, WeightUpdateError)
+    if not reply.success:
+        return unsuccessful(error_for_status(reply.status_code, reply.message, WeightUpdateError), **extra)
+    return json_response({"success": True, "message": reply.message} | extra)
+
+
+def unsuccessful(error: VerlServerError, **extra: Any) -> Response:
+    """Return the answer to an error of a route whose answer has `success`."""
+    content = error_content(error) | extra | {"success": False}
     return json_response(content, error.status_code, error_headers(error))
 
 
@@ -260,5 +269,7 @@ def _known_version(reply: ControlReply) -> dict[str, Any]:
     return {"weight_version": payload["weight_version"]} if "weight_version" in payload else {}
 
 
-def _message_error(reply: ControlReply) -> Response:
-    return message_error(error_for_status(reply.status_code, reply.message))
+def _check(reply: ControlReply) -> None:
+    """Raise the error of a reply that is a refusal."""
+    if not reply.success:
+        raise error_for_status(reply.status_code, reply.message)

@@ -17,7 +17,7 @@ from verl_server.errors import ControlTimeoutError, ServerUnavailableError
 from verl_server.messages.io_struct import GetInternalStateReq
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.http.operation import Operation
-from verl_server.server.http.responses import json_response, status_error
+from verl_server.server.http.responses import json_response
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 _LIVE_SECONDS = 5.0
@@ -35,7 +35,7 @@ class HealthApi:
         self._manager = manager
 
     def operations(self) -> list[Operation]:
-        open_to_all: dict[str, Any] = {"access": "open", "answer_error": status_error}
+        open_to_all: dict[str, Any] = {"access": "open"}
         return [
             Operation("/health", self.health, aliases=("/ping",), media_types=(), **open_to_all),
             Operation("/health_generate", self.health_generate, media_types=(), **open_to_all),

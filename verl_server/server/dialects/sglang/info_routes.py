@@ -6,7 +6,6 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +15,7 @@ from verl_server.messages.io_struct import GetInternalStateReq
 from verl_server.messages.results import ModelInfo, ServerInfo
 from verl_server.server.dialects.vllm.config import vllm_config
 from verl_server.server.http.operation import JSON, TEXT, Operation
-from verl_server.server.http.responses import json_response
+from verl_server.server.http.responses import NotServedError, json_response
 from verl_server.server.metrics import CONTENT_TYPE, gauges_text
 from verl_server.server.tokenizer_manager import TokenizerManager
 
@@ -198,7 +197,7 @@ class InfoApi:
     async def metrics(self, request: Request) -> Response:
         """Return Prometheus metrics as text; 404 if `enable_metrics` is off."""
         if not self._manager.server_args.enable_metrics:
-            raise HTTPException(404, "Metrics are off (enable_metrics=False)")
+            raise NotServedError(404, "GET /metrics: metrics are off (enable_metrics=False).")
         try:
             state = await self._internal_state()
         except VerlServerError:

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from verl_server.errors import BadRequestError, error_for_status
 from verl_server.messages.io_struct import ControlReq, StartProfileReq, StopProfileReq
 from verl_server.server.http.operation import BOTH, TEXT, Operation
-from verl_server.server.http.responses import json_response, message_error, read_json, unless_disconnected
+from verl_server.server.http.responses import json_response, read_json, unless_disconnected
 from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.web.json_body import MOST_NAMES
@@ -121,7 +121,7 @@ class OpsApi:
     async def _profile(self, request: Request, req: ControlReq, text: str) -> Response:
         reply = await unless_disconnected(request, self._manager.control(req))
         if not reply.success:
-            return message_error(error_for_status(reply.status_code, reply.message))
+            raise error_for_status(reply.status_code, reply.message)
         return PlainTextResponse(text + reply.message + "\n")
 
     async def freeze_gc(self, request: Request) -> Response:

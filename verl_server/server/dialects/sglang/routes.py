@@ -20,16 +20,12 @@ from verl_server.server.generation import Generation
 from verl_server.server.http.operation import EVENTS, JSON, TEXT, Operation
 from verl_server.server.http.responses import (
     SSE_DONE,
-    BodyTooLargeError,
     EventStream,
-    bad_request,
-    message_error,
     read_body,
     result_response,
     result_writer,
     run_job,
     sse,
-    status_error,
     unless_disconnected,
 )
 from verl_server.server.http.unknown_fields import judge_unknown
@@ -37,7 +33,6 @@ from verl_server.server.packed_prompts import split_prompt
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns, session_of
 from verl_server.server.tokenizer_manager import TokenizerManager
-from verl_server.web.json_body import MalformedBodyError
 
 
 class NativeApi:
@@ -60,7 +55,6 @@ class NativeApi:
                 without_effect=ACCEPTED_HINTS,
                 answer=GenerateResult | list[GenerateResult],
                 media_types=(JSON, EVENTS, MSGPACK),
-                answer_error=_generate_error,
             ),
         ]
 
@@ -102,9 +96,3 @@ class NativeApi:
             code = error.code or error.status_code
             yield sse({"error": {"message": str(error), "type": kind, "code": code, "retryable": False}})
         yield SSE_DONE
-
-
-def _generate_error(error: VerlServerError) -> Response:
-    if isinstance(error, MalformedBodyError | BodyTooLargeError):
-        return bad_request(error)
-    return message_error(error) if error.status_code < 500 else status_error(error)

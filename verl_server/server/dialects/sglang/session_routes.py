@@ -11,7 +11,7 @@ from starlette.responses import Response
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError
 from verl_server.messages.session_types import CreateSession, SessionLimits
 from verl_server.server.http.operation import BOTH, Operation
-from verl_server.server.http.responses import json_response, message_error
+from verl_server.server.http.responses import json_response
 from verl_server.server.http.unknown_fields import read_object
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ledger import SessionLedger
@@ -51,7 +51,6 @@ class SglangSessionApi:
                 access="owner",
                 body=OpenSessionReq,
                 without_effect={"capacity_of_str_len": _CAPACITY},
-                answer_error=message_error,
             ),
             Operation(
                 "/close_session",
@@ -59,7 +58,6 @@ class SglangSessionApi:
                 BOTH,
                 body=CloseSessionReq,
                 media_types=(),
-                answer_error=message_error,
             ),
         ]
 

@@ -80,7 +80,7 @@ class VllmApi:
                 aliases=("/inference/v1/abort_requests",),
                 body=AbortRequestsReq,
             ),
-            Operation("/version", self.version),
+            Operation("/version", self.version, answer_error=vllm_error),
             Operation("/load", self.load, answer_error=vllm_error),
         ]
 
@@ -143,7 +143,7 @@ class VllmApi:
             aborted = sum(self._abort(name) for name in set(wanted or ()))
         else:
             if (refusal := self._rules.control_refusal(request.scope)) is not None:
-                return refusal
+                raise refusal
             aborted = self._manager.num_requests
             self._manager.abort_request(abort_all=True)
         return json_response({"status": "aborted", "aborted": aborted})
