@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from verl_server.cli.option_names import as_options
-from verl_server.errors import BadRequestError
+from verl_server.cli.option_names import as_options, with_flags
+from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import location, without_host
 from verl_server.rollout.agents.episode import Progress
@@ -26,7 +26,9 @@ from verl_server.rollout.agents.progress import ProgressView
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
-from verl_server.rollout.environments.named import has_reward, is_named
+from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.environment_check import check_environment
+from verl_server.rollout.environments.named import has_reward, is_named, is_url
 from verl_server.sampling_params import SamplingParams
 from verl_server.watch.agents_report import write_run_report
 from verl_server.web.key_files import read_key_file
@@ -198,7 +200,14 @@ def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFact
     tasks = read_tasks(Path(args.tasks))[: args.groups]
     if args.groups is not None and len(tasks) < args.groups:
         raise BadRequestError(f"{args.tasks} has {len(tasks)} tasks, fewer than --groups {args.groups}.")
-    return tasks, None if args.environment is None else environment_factory(args.environment)
+    if args.environment is None:
+        return tasks, None
+    if is_url(args.environment):
+        seconds = args.limits.environment_seconds
+        timeouts = EnvTimeouts(connect=seconds, reset=seconds)
+        bounds = "--limits.environment-seconds"
+        check_environment(args.environment, None, timeouts, option="--environment", bounds=bounds)
+    return tasks, environment_factory(args.environment)
 
 
 def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
@@ -213,4 +222,8 @@ def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return rollout_agents(tyro.cli(AgentRolloutArgs, args=argv, prog="verl-server rollout"))
+    args = tyro.cli(AgentRolloutArgs, args=argv, prog="verl-server rollout")
+    try:
+        return rollout_agents(args)
+    except VerlServerError as error:
+        raise VerlServerError(with_flags(str(error), ["model_path"])) from None

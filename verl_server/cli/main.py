@@ -10,10 +10,11 @@ import importlib
 import importlib.util
 import logging
 import os
-import re
 import runpy
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_server._version import __version__
@@ -101,6 +102,7 @@ def _with_server_args(command: str, args: list[str], description: str, run: Call
     """Parse the options of `ServerArgs`, configure logging, and call `run`. Errors name flags instead of fields."""
     import tyro
 
+    from verl_server.cli.option_names import with_flags
     from verl_server.errors import VerlServerError
     from verl_server.files.json_options import JSON_OPTIONS
     from verl_server.server_args import ServerArgs
@@ -121,7 +123,7 @@ def _with_server_args(command: str, args: list[str], description: str, run: Call
         run(server_args)
     except VerlServerError as error:
         message, *details = str(error).split("\n\n", 1)
-        raise VerlServerError("\n\n".join([_with_flags(message, list(vars(parsed))), *details])) from None
+        raise VerlServerError("\n\n".join([with_flags(message, list(vars(parsed))), *details])) from None
     return 0
 
 
@@ -134,23 +136,6 @@ def _unchecked(settings: type[ServerArgs]) -> type[ServerArgs]:
 
 
 def _nothing(settings: object) -> None: ...
-
-
-def _with_flags(message: str, names: Sequence[str]) -> str:
-    """Return an error message of `ServerArgs` with flags instead of field names: `tp_size=3` becomes `--tp-size 3`.
-
-    A field name of one word ("port") may be an English word. It is replaced only with a value or after "ServerArgs.".
-    """
-    for name in names:
-        flag = "--" + name.replace("_", "-")
-        start, end = r"(?:\bServerArgs\.|(?<![\w/.'\"-]))", r"(?![\w/-])"
-        message = re.sub(rf"{start}{name}=True{end}", flag, message)
-        message = re.sub(rf"{start}{name}=False{end}", f"--no-{flag[2:]}", message)
-        message = re.sub(rf"{start}{name}=(?=[^\s=])", f"{flag} ", message)
-        message = re.sub(rf"\bServerArgs\.{name}{end}", flag, message)
-        if "_" in name:
-            message = re.sub(rf"{start}{name}{end}", flag, message)
-    return message
 
 
 _SERVE_HELP = (
@@ -223,10 +208,19 @@ def _bench(args: list[str]) -> int:
         print("verl-server bench: run this in a checkout; benchmarks are not installed.", file=sys.stderr)
         return 2
     if not name or importlib.util.find_spec(f"benchmarks.{name}") is None:
-        print(
-            "usage: verl-server bench NAME [OPTIONS]   (NAME: a module of benchmarks/, e.g. offline)", file=sys.stderr
-        )
-        return 0 if "--help" in args or "-h" in args else 2
+        print(_bench_usage(name), file=sys.stderr)
+        return 0 if not name and ("--help" in args or "-h" in args) else 2
     sys.argv = [f"verl-server bench {name}", *args[1:]]
     runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
     return 0
+
+
+def _bench_usage(name: str) -> str:
+    """Return the usage of `bench`, with the names of all benchmarks. `name` is a name that is none of them, or ""."""
+    folder = importlib.import_module("benchmarks").__path__[0]
+    found = [path for path in sorted(Path(folder).glob("*.py")) if '__name__ == "__main__"' in path.read_text("utf-8")]
+    wrong = f"verl-server bench: there is no benchmark {name!r}.\n" if name else ""
+    names = ", ".join(["gates", *(path.stem for path in found)])
+    return f"{wrong}usage: verl-server bench NAME [OPTIONS]\n\nNAME: " + textwrap.fill(
+        names, 100, subsequent_indent="      "
+    )

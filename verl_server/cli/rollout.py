@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from transformers import AutoTokenizer
-
 from verl_server.cli.option_names import as_options
-from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
-from verl_server.files.model_folder import load_pretrained
+from verl_server.files.model_folder import load_tokenizer
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import location, settings_of, without_host
 from verl_server.rollout.agent_loop import AgentLoop
@@ -26,6 +23,7 @@ from verl_server.rollout.environment import EnvTimeouts, environment_schema
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
+from verl_server.rollout.server_check import attach_server
 from verl_server.rollout.trajectory import Task, summarize
 from verl_server.sampling_params import SamplingParams
 from verl_server.watch.trajectory_file import TrajectoryFile
@@ -156,11 +154,10 @@ def rollout(args: RolloutArgs) -> int:
 
 def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
     api_key = args.api_key or os.environ.get("VERL_SERVER_API_KEY")
-    engine = HttpServerEngineAdapter.attach(args.server, api_key=api_key)
-    tokenizer = load_pretrained(
-        AutoTokenizer,
-        args.tokenizer or engine.server_args.model_path,
-        "--tokenizer" if args.tokenizer else "model_path",
+    engine = attach_server(args.server, api_key)
+    served = "--tokenizer is not set, and the server's model_path"
+    tokenizer = load_tokenizer(
+        args.tokenizer or engine.server_args.model_path, "--tokenizer" if args.tokenizer else served
     )
     make_renderer = ChatRenderer if args.chat else TextRenderer
     renderer: Renderer = make_renderer(
@@ -171,7 +168,13 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
         action_schema=environment_schema(args.environment, args.env_timeouts.connect),
         reasoning_parser=args.reasoning_parser,
     )
-    check_environment(args.environment, renderer, args.env_timeouts, option="--environment", bounds="--env-timeouts")
+    check_environment(
+        args.environment,
+        renderer,
+        args.env_timeouts,
+        option="--environment",
+        bounds="--env-timeouts.connect or --env-timeouts.reset",
+    )
     tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]
     tasks = [task for task in tasks if task.seed not in file.finished]
     file.begin(engine.server_args.model_path)

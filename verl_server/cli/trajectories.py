@@ -22,7 +22,7 @@ from tyro.conf import Positional, subcommand
 
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import decode_json, read_bytes
-from verl_server.files.model_folder import load_pretrained
+from verl_server.files.model_folder import load_tokenizer
 from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled, read_jsonl, summarize
 from verl_server.watch.viewer import ColorBy, TokenText, render
 
@@ -179,9 +179,7 @@ def _token_text(args: Show) -> TokenText | None:
         name, source = decode_json(read_bytes(run), _Run, str(run)).model_path, f"model_path of {run}"
     if name is None:
         return None
-    from transformers import AutoTokenizer
-
-    tokenizer = load_pretrained(AutoTokenizer, name, source)
+    tokenizer = load_tokenizer(name, source)
     return lambda ids: str(tokenizer.decode(ids))
 
 

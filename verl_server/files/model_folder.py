@@ -43,12 +43,15 @@ def local_folder(model_path: str, setting: str = "model_path") -> Path | None:
     return None
 
 
-def resolve_model_folder(model_path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+def resolve_model_folder(
+    model_path: str, revision: str | None = None, *, config_only: bool = False, setting: str = "model_path"
+) -> Path:
     """Return the local folder of a model: `model_path` itself, or the hub's snapshot, which may be downloaded now.
 
-    With `config_only` no weights are downloaded. Raise BadRequestError if there is no such model.
+    With `config_only` no weights are downloaded. Raise BadRequestError, which names `setting`, if there is no such
+    model.
     """
-    if (folder := local_folder(model_path)) is not None:
+    if (folder := local_folder(model_path, setting)) is not None:
         return folder
     from huggingface_hub import snapshot_download
 
@@ -63,8 +66,21 @@ def resolve_model_folder(model_path: str, revision: str | None = None, *, config
             local_files_only=problem is not None,
         )
     except Exception as error:
-        raise no_such_model(model_path, problem, str(error)) from error
+        raise no_such_model(model_path, problem, str(error), setting) from error
     return Path(snapshot)
+
+
+def config_folder(model_path: str, revision: str | None = None, *, setting: str = "model_path") -> Path:
+    """Return the folder of a model as `resolve_model_folder` does, without weights. It has a config.json."""
+    folder = resolve_model_folder(model_path, revision, config_only=True, setting=setting)
+    if not (folder / "config.json").is_file():
+        raise BadRequestError(f"{setting}={model_path!r} is not a model: the folder has no config.json.")
+    return folder
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if the folder has a file that may belong to a tokenizer. The check reads no file."""
+    return any(next(folder.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 
 def hub_problem() -> str | None:
@@ -81,30 +97,43 @@ def hub_problem() -> str | None:
     return None
 
 
-def no_such_model(name: str, problem: str | None, reason: str) -> BadRequestError:
+def no_such_model(name: str, problem: str | None, reason: str, setting: str) -> BadRequestError:
     """Return the error for a hub id without a model.
 
     `problem` is the result of `hub_problem()`; `reason` is the message of the hub's client.
     """
     if problem is not None:
         return BadRequestError(
-            f"model_path={name!r} is not a folder on this host, and the hub's local cache has no such model. The hub "
+            f"{setting}={name!r} is not a folder on this host, and the hub's local cache has no such model. The hub "
             f"cannot be reached ({problem}). Check the path, or the network."
         )
     first_line = next(iter(reason.strip().splitlines()), "").rstrip(".")
     return BadRequestError(
-        f"model_path={name!r} is not a folder on this host, and the hub has no such model that you may read: "
+        f"{setting}={name!r} is not a folder on this host, and the hub has no such model that you may read: "
         f"{first_line}. Check the spelling. A private or gated model needs HF_TOKEN."
     )
 
 
-def load_pretrained(kind: Any, source: str, setting: str, **options: Any) -> Any:
-    """Return `kind.from_pretrained(source)`: a tokenizer or model of transformers. Raise BadRequestError if it fails.
+def load_tokenizer(source: str, setting: str) -> Any:
+    """Return the tokenizer of a folder or hub id. Raise BadRequestError, which names `setting`, if there is none.
 
-    `kind` is a class of transformers; `setting` is what set `source`, which errors name.
+    `setting` is what set `source`.
+    """
+    from transformers import AutoTokenizer
+
+    folder = resolve_model_folder(source, config_only=True, setting=setting)
+    if not has_tokenizer(folder):
+        raise BadRequestError(f"{setting}={str(source)!r} has no tokenizer: the folder has no tokenizer.json.")
+    return load_pretrained(AutoTokenizer, source, setting, folder)
+
+
+def load_pretrained(kind: Any, source: str, setting: str, folder: Path, **options: Any) -> Any:
+    """Return `kind.from_pretrained(folder)`: a tokenizer or model of transformers. Raise BadRequestError if it fails.
+
+    `kind` is a class of transformers. `setting` is what set `source`, the name of `folder`: errors name both.
     """
     try:
-        return kind.from_pretrained(source, **options)
+        return kind.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises many types of errors for a folder with a damaged file
         reason = next(iter(str(error).strip().splitlines()), "").rstrip(".")[:500]
         raise BadRequestError(

@@ -19,7 +19,7 @@ def check_environment(
     timeouts: EnvTimeouts,
     *,
     option: str = "--env-url",
-    bounds: str = "--env",
+    bounds: str = "--env.connect or --env.reset",
 ) -> None:
     """Reset one session at `url` and render its first observation, unless an agent reads it (no renderer).
 
@@ -31,13 +31,18 @@ def check_environment(
 
 
 async def _check(url: str, renderer: Renderer | None, timeouts: EnvTimeouts, option: str, bounds: str) -> None:
-    async with RemoteEnvironment(url, timeouts) as environment:
+    try:
+        environment = RemoteEnvironment(url, timeouts)
+    except BadRequestError as error:
+        raise BadRequestError(f"{option}: {error}") from None
+    async with environment:
         try:
             result = await environment.reset(0, episode_id="check")
         except EnvError as error:
+            reason = str(error).rstrip(".")
             raise BadRequestError(
-                f"The environment at {option} {url} cannot be played: {error} Start the environment server, or "
-                f"correct the URL. If the server is only slow, raise {bounds}.connect or {bounds}.reset."
+                f"The environment at {option} {url} cannot be played: {reason}. Start the environment server, or "
+                f"correct the URL. If the server is only slow, raise {bounds}."
             ) from error
     if renderer is None:
         return

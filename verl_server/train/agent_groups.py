@@ -22,6 +22,7 @@ import msgspec
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
 from verl_server.rollout.agents.output import episode_trajectories
+from verl_server.rollout.agents.program import check_program
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.environments.named import is_named
@@ -51,6 +52,8 @@ class AgentGroups:
         """Load the agent, the tasks and the reward. Raise BadRequestError if one of their names is wrong."""
         assert args.agent is not None
         self._agent = load_agent(args.agent)
+        if isinstance(self._agent, list):
+            check_program(self._agent)
         self._tasks = None if args.tasks is None or is_named(args.tasks) else read_tasks(Path(args.tasks))
         self._environment = _environment(args)
         self._reward = load_reward(args.reward, self._agent, self._environment)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_server.errors import BadRequestError
 from verl_server.files.durable import discard, publish, temporary_folder
-from verl_server.files.model_folder import load_pretrained
+from verl_server.files.model_folder import load_pretrained, resolve_model_folder
 from verl_server.train.logprobs import token_logprobs
 from verl_server.train.ranks import SaveGroup
 
@@ -84,7 +84,8 @@ def load_policy(
     Passes are computed in `compute_dtype`; None means bfloat16 on CUDA and float32 on the CPU. All ranks call it.
     """
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    language_model = load_pretrained(AutoModelForCausalLM, model_path, "model_path", dtype=torch.float32)
+    folder = resolve_model_folder(model_path)
+    language_model = load_pretrained(AutoModelForCausalLM, model_path, "model_path", folder, dtype=torch.float32)
     if gradient_checkpointing:
         # transformers has renamed the method, but the oldest release that we support has the old name only.
         enable = getattr(language_model, "activation_checkpointing_enable", None)

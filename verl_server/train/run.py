@@ -33,18 +33,18 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError, UnansweredError, VerlServerError
-from verl_server.files.model_folder import load_pretrained
+from verl_server.files.model_folder import config_folder, load_tokenizer
 from verl_server.logprob_gap import GapAlarm
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
 from verl_server.rollout.agents.types import Server
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
+from verl_server.rollout.server_check import check_server
 from verl_server.rollout.trajectory import Task, Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
@@ -144,13 +144,17 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
     folder = RunFolder(args.out, functools.partial(run_settings, args))
     with contextlib.closing(folder):
         checkpoint = ranks.call("RunFolder", lambda _: folder.open(args.resume))
-        tokenizer = load_pretrained(AutoTokenizer, args.model_path, "model_path")
+        config_folder(args.model_path, setting="--model-path")
+        tokenizer = load_tokenizer(args.model_path, "--model-path")
         agents, renderer = None, None
         if args.agent is not None:
             agents = AgentGroups(args)
         else:
             make_renderer = ChatRenderer if args.chat else TextRenderer
             renderer = make_renderer(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
+        if (server_url := args.server_url) is not None:
+            keys = args.server.api_key, args.server.admin_api_key
+            ranks.call("check_server", lambda _: check_server(server_url, *keys))
         if (url := args.env_url) is not None:
             ranks.call("check_environment", lambda _: check_environment(url, renderer, args.limits.env))
         policy = load_policy(

@@ -26,7 +26,7 @@ _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _RESERVED = ("VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY")
 
 
-def check_program(argv: Sequence[str], pass_env: Sequence[str]) -> list[str]:
+def check_program(argv: Sequence[str], pass_env: Sequence[str] = ()) -> list[str]:
     """Return the command with the path of its program. Raise BadRequestError if there is none."""
     if not argv:
         raise BadRequestError("The agent's command is empty: pass a list such as ['python', 'my_agent.py'].")

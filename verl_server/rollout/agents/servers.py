@@ -56,11 +56,11 @@ class ServerPool:
             try:
                 await self._check_closed(client)
             except ServerDiedError as error:
-                logger.warning("%s The run begins without it.", error)
                 self._away.add(client)
                 self._unchecked.add(client)
                 if len(self._away) == len(self.clients):
-                    raise
+                    raise ServerDiedError(f"{error} Start a server, or correct its URL.") from None
+                logger.warning("%s The run begins without it.", error)
 
     @staticmethod
     async def _check_closed(client: SessionsClient) -> None:

@@ -161,7 +161,7 @@ class SessionsClient:
         self.run = answer.headers.get(INSTANCE_HEADER, self.run)
 
     def _died(self, error: Exception) -> ServerDiedError:
-        return ServerDiedError(f"The server at {self.url} does not answer: {error!r}")
+        return ServerDiedError(f"The server at {self.url} does not answer: {error!r}.")
 
     def _refusal(self, answer: httpx.Response) -> VerlServerError:
         text = f"{self.url} answered HTTP {answer.status_code}: {_message(answer)}"

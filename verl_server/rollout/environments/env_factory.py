@@ -33,7 +33,7 @@ def load_factory(environment: str, kwargs: dict[str, Any] | None = None) -> EnvF
 
     A module is looked up in the current folder first, then among the installed packages.
     """
-    module, name = load_module(environment, "environment")
+    module, name = load_module(environment, "environment", "CLASS")
     factory: EnvFactory | None = getattr(module, name, None)
     if factory is None:
         found = ", ".join(_environment_classes(module)) or "none"
@@ -46,17 +46,21 @@ def load_factory(environment: str, kwargs: dict[str, Any] | None = None) -> EnvF
     return _Bound(factory, kwargs) if kwargs else factory
 
 
-def load_module(named: str, what: str) -> tuple[ModuleType, str]:
-    """Return the module of "MODULE:NAME" or "FILE.py:NAME", and the name. `what` describes the object in errors."""
+def load_module(named: str, what: str, kind: str) -> tuple[ModuleType, str]:
+    """Return the module of "MODULE:NAME" or "FILE.py:NAME", and the name.
+
+    `what` describes the object in errors. `kind` stands for its name there: CLASS or FUNCTION.
+    """
     where, _, name = named.rpartition(":")
     if not where or not name:
-        raise BadRequestError(f"Name the {what} as MODULE:CLASS or FILE.py:CLASS, not {named!r}.")
-    return (_import_file(where) if where.endswith(".py") else _import_module(where, folder="")), name
+        raise BadRequestError(f"Name the {what} as MODULE:{kind} or FILE.py:{kind}, not {named!r}.")
+    is_file = where.endswith(".py")
+    return (_import_file(where, kind) if is_file else _import_module(where, kind, folder="")), name
 
 
 def load_function(named: str, what: str) -> Callable[..., Any]:
     """Return the function named "MODULE:FUNCTION" or "FILE.py:FUNCTION". `what` describes it in errors."""
-    module, name = load_module(named, what)
+    module, name = load_module(named, what, "FUNCTION")
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         names = [
@@ -73,14 +77,14 @@ def missing_method(environment: Any) -> str | None:
     return next((written for name, written in METHODS.items() if not callable(getattr(environment, name, None))), None)
 
 
-def _import_file(file: str) -> ModuleType:
+def _import_file(file: str, kind: str) -> ModuleType:
     path = Path(file)
     if not path.is_file():
         raise BadRequestError(f"There is no file {file} (current folder: {os.getcwd()}).")
-    return _import_module(path.stem, folder=str(path.resolve().parent))
+    return _import_module(path.stem, kind, folder=str(path.resolve().parent))
 
 
-def _import_module(name: str, folder: str) -> ModuleType:
+def _import_module(name: str, kind: str, folder: str) -> ModuleType:
     """Import the module `name`, which is searched in `folder` first ("" is the current folder)."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -91,7 +95,7 @@ def _import_module(name: str, folder: str) -> ModuleType:
             raise BadRequestError(f"The module {name} cannot be imported: {error}.{_raised_at(error)}") from error
         raise BadRequestError(
             f"There is no module {error.name!r} in the current folder ({os.getcwd()}) or among the installed packages. "
-            "Change to the folder that holds it, or name its file: PATH/TO/FILE.py:CLASS."
+            f"Change to the folder that holds it, or name its file: PATH/TO/FILE.py:{kind}."
         ) from error
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

@@ -33,6 +33,11 @@ def is_named(text: str) -> bool:
     return text.startswith(_FAMILIES)
 
 
+def is_url(text: str) -> bool:
+    """Return True if the text is the URL of an environment server (OpenEnv's protocol)."""
+    return "://" in text and not text.startswith(("mcp:", *_FAMILIES))
+
+
 def has_reward(text: str) -> bool:
     """Return False if the named environment has tools only, so that a run needs a reward function."""
     return text != "code" and not text.startswith("mcp:")
@@ -60,7 +65,7 @@ def environment_named(text: str) -> MakeEnvironment:
     if text == "code":
         check_isolation("bubblewrap")
         return lambda options: CodeTool(**options)
-    if "://" in text:
+    if is_url(text):
         return lambda options: OpenEnvEnvironment(text, **options)
     raise BadRequestError(
         f"{text!r} is no environment: write reasoning-gym:NAME, textarena:NAME, http://HOST:PORT (OpenEnv), mcp:URL, "

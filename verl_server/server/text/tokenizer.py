@@ -17,7 +17,7 @@ import msgspec
 from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError, ServerLaunchError
 from verl_server.files.json_files import convert, read_json
-from verl_server.files.model_folder import hub_problem, local_folder, resolve_model_folder
+from verl_server.files.model_folder import config_folder, has_tokenizer, hub_problem, resolve_model_folder
 from verl_server.server.limits import Limits
 from verl_server.server.text import tokenizer_pipeline
 from verl_server.server.text.text_tools import Decoder, ModelBounds, TextSetup
@@ -100,9 +100,7 @@ class ModelText:
 
     def _read_configs(self) -> None:
         args = self._server_args
-        folder = resolve_model_folder(args.model_path, args.revision, config_only=True)
-        if not (folder / "config.json").is_file():
-            raise BadRequestError(f"model_path={args.model_path!r} is not a model: the folder has no config.json.")
+        folder = config_folder(args.model_path, args.revision)
         self.config = read_json(folder / "config.json")
         generation_config = folder / "generation_config.json"
         self._generation_config = read_json(generation_config) if generation_config.is_file() else {}
@@ -204,21 +202,16 @@ def _check_eos_token_id(config: Mapping[str, Any], file: Path) -> None:
 
 def _tokenizer_source(args: ServerArgs, model_folder: Path) -> str:
     """Return the folder or hub id of the tokenizer. Raise BadRequestError for a folder without a tokenizer."""
-    folder: Path | None = model_folder
+    folder = model_folder
     if args.tokenizer_path is not None:
-        folder = local_folder(args.tokenizer_path, "tokenizer_path")
+        folder = resolve_model_folder(args.tokenizer_path, args.revision, config_only=True, setting="tokenizer_path")
     source = args.tokenizer_path or args.model_path
-    if folder is not None and not _has_tokenizer(folder):
+    if not has_tokenizer(folder):
         raise BadRequestError(
             f"{source!r} has no tokenizer. Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
         )
     # The local snapshot has no Python files, so code of a tokenizer must be loaded from the hub id.
-    return source if folder is None or args.trust_remote_code else str(folder)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    """Return True if the folder has a file that may belong to a tokenizer. The check reads no file."""
-    return any(next(folder.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
+    return source if args.trust_remote_code else str(folder)
 
 
 def _load_tokenizer(server_args: ServerArgs, source: str) -> Any:
