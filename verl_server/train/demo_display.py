@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from verl_server.rollout.listing import Listing, Row
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.metrics import StepMetrics
 
@@ -121,8 +122,7 @@ class DemoDisplay:
             f"  (without feedback at best {self._best:.2f})", "dim"
         )
 
-    def _figures(self, m: StepMetrics) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    def _figures(self, m: StepMetrics) -> Listing:
         env = self._env_share(m)
         cells = (
             ("step", f"{m.step}"),
@@ -135,10 +135,7 @@ class DemoDisplay:
             ("sync", f"{m.sync_seconds * 1e3:.0f} ms"),
             ("logprob gap", f"{m.logprob_gap or 0:.1e}"),
         )
-        for name, _ in cells:
-            table.add_column(name)
-        table.add_row(*(value for _, value in cells))
-        return table
+        return Listing([name for name, _ in cells], [Row(tuple(value for _, value in cells))], left=0)
 
     @staticmethod
     def _env_share(m: StepMetrics) -> float:

@@ -29,7 +29,8 @@ def render(trajectory: Trajectory, color: ColorBy, text_of: TokenText | None) ->
         start, end = turn.observation_span[0], turn.action_span[1]
         calls = (turn.action or {}).get("calls") or []
         names = "".join(f" · {call.get('name', 'call')}" for call in calls if isinstance(call, dict))
-        parts.append(Rule(f"turn {number} · {turn.finish_reason or ''}{names}", style="bright_black", align="left"))
+        ended = f" · {turn.finish_reason}" if turn.finish_reason else ""
+        parts.append(Rule(Text(f"turn {number}{ended}{names}"), style="bright_black", align="left"))
         line = Text()
         for first, last, kind in _runs(style[start:end]):
             ids = trajectory.tokens[start + first : start + last]

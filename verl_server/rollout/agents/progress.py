@@ -1,4 +1,4 @@
-"""The live view of an agent run: a table in a terminal, a line every few seconds elsewhere.
+"""The live view of an agent run: its figures in a terminal, a line every few seconds elsewhere.
 
 `cli.py` shows it. `Progress` (episode.py) says what runs now; the episodes that ended are counted here.
 """
@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 
 from verl_server.rollout.agents.episode import Progress
 from verl_server.rollout.agents.types import AgentEpisode
+from verl_server.rollout.listing import Listing, Row
 
 _REFRESH_SECONDS = 0.25
 _LINE_SECONDS = 5.0
@@ -83,9 +83,7 @@ class ProgressView:
 
     def _table(self) -> RenderableType:
         facts = self.facts()
-        table = Table(*facts)
-        table.add_row(*facts.values())
-        return table
+        return Listing(tuple(facts), [Row(tuple(facts.values()))], left=0)
 
     async def _lines(self) -> None:
         while True:
