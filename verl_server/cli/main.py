@@ -36,7 +36,8 @@ commands:
   demo      train a tiny policy on a multi-turn game, with all processes on this machine
   bench     measure the engine:      verl-server bench offline --device cpu --shape tiny
 
-`verl-server COMMAND --help` lists a command's options.
+`verl-server COMMAND --help` lists a command's options and exit statuses. `python -m verl_server` is the same program.
+A policy is trained by another one:  python -m verl_server.train.grpo --help
 """
 
 
@@ -140,11 +141,14 @@ def _nothing(settings: object) -> None: ...
 
 _SERVE_HELP = (
     "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are those of SGLang, OpenAI, Anthropic and vLLM."
+    "\n\nExit status: 0 after SIGTERM or Ctrl-C, 1 if the server cannot start or its scheduler ended, 2 for wrong "
+    "options."
 )
 _WARM_UP_HELP = (
     "Compile the kernels of a server into the Triton cache (TRITON_CACHE_DIR), and end. The options are those of "
     "serve. No GPU is needed: without one, name it with --gpu-capability and --gpu-multiprocessors (9.0 and 132 for "
     "H100 SXM and H200)."
+    "\n\nExit status: 0 when the kernels are in the cache, 1 after an error, 2 for wrong options."
 )
 _ALIASES = {"--stream-output": "--incremental-streaming-output"}
 """Older names of SGLang's flags."""
@@ -182,8 +186,10 @@ def _trajectories(args: list[str]) -> int:
 
 def _env(args: list[str]) -> int:
     if args[:1] != ["serve"]:
-        print("usage: verl-server env serve MODULE:CLASS [OPTIONS]", file=sys.stderr)
-        return 0 if args[:1] in (["-h"], ["--help"]) else 2
+        asked = args[:1] in (["-h"], ["--help"])
+        usage = "usage: verl-server env serve MODULE:CLASS [OPTIONS]   (`verl-server env serve --help` lists them)"
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     return _delegate("env", "verl_server.rollout.environments.env_process", args[1:])
 
 

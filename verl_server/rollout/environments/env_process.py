@@ -31,7 +31,10 @@ from verl_server.web.key_files import read_key_file
 
 @dataclass(frozen=True)
 class EnvServerArgs:
-    """Serve an environment with OpenEnv's protocol, one environment for each connection."""
+    """Serve an environment with OpenEnv's protocol, one environment for each connection, until SIGTERM or Ctrl-C.
+
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 if the environment cannot be loaded, 2 for wrong options.
+    """
 
     environment: Positional[str]
     """MODULE:CLASS or FILE.py:CLASS. The module is searched in the current folder first. In place of the class, a

@@ -121,9 +121,16 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
+_HELP = (
+    "Repair the session store of a server that has ended: give up what a damaged file lost, and keep a copy of it. "
+    "Exit status: 0 if all records are whole or the store was repaired, 1 if --check found damage or after an error, 2 "
+    "for wrong options."
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Report the damage of a store, and repair it unless `--check` is given. Return 1 if damage is left."""
-    parser = argparse.ArgumentParser(prog="verl-server trajectories repair", description="Repair a session store.")
+    parser = argparse.ArgumentParser(prog="verl-server trajectories repair", description=_HELP)
     parser.add_argument("folder", type=Path, help="folder of --session-store")
     parser.add_argument("--check", action="store_true", help="report the damage only, and change nothing")
     args = parser.parse_args(argv)
