@@ -115,3 +115,71 @@ def test_the_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None
         main(["trajectories", "--help"])
     said = capsys.readouterr().out
     assert end.value.code == 0 and all(f" {name} " in said for name in ("ls", "show", "stats", "repair"))
+
+
+def training_run(folder: Path) -> None:
+    """Write the files of a training run: two ranks that kept everything, after two steps that kept a few."""
+
+    def lines(step: int, rank: int, group: int) -> bytes:
+        members = ({"task": {"seed": 1, "group": group}, "member": m, "reward": float(m)} for m in range(2))
+        return b"".join(encoded(**member, step=step, rank=rank) + b"\n" for member in members)
+
+    (folder / "trajectories.jsonl").write_bytes(lines(0, 0, 0) + lines(1, 0, 0))
+    for rank in (0, 1):
+        (folder / f"trajectories-rank{rank}.jsonl").write_bytes(lines(2, rank, rank) + lines(10, rank, rank))
+    (folder / "trajectories-rank9-old.jsonl").write_bytes(b"no file of a rank")
+
+
+def test_a_training_run_is_read_by_step_over_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training_run(tmp_path)
+    assert main(["trajectories", "ls", str(tmp_path)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["step", "episode"]
+    every = [(0, "0-0"), (0, "0-1"), (1, "0-0"), (1, "0-1")]
+    every += [(step, name) for step in (2, 10) for name in ("0-0", "0-1", "1-0", "1-1")]
+    assert [(int(row.split()[0]), row.split()[1]) for row in rows] == every
+
+    assert main(["trajectories", "ls", str(tmp_path), "--step", "2"]) == 0
+    assert [row.split()[:2] for row in capsys.readouterr().out.splitlines()[1:]] == [
+        ["2", "0-0"], ["2", "0-1"], ["2", "1-0"], ["2", "1-1"],
+    ]  # fmt: skip
+    assert main(["trajectories", "show", str(tmp_path), "--episode", "1-1"]) == 0
+    assert "step 10 1-1 branch 0" in capsys.readouterr().out, "the last step"
+    assert main(["trajectories", "show", str(tmp_path), "--episode", "1-1", "--step", "2"]) == 0
+    assert "step 2 1-1 branch 0" in capsys.readouterr().out
+    assert main(["trajectories", "stats", str(tmp_path)]) == 0
+    figures = capsys.readouterr().out
+    assert "6 of 6" in figures, "a group of one step is not one of another"
+    assert main(["trajectories", "stats", str(tmp_path), "--step", "1"]) == 0
+    assert "1 of 1" in capsys.readouterr().out
+
+    for command in ("ls", "show", "stats"):
+        assert main(["trajectories", command, str(tmp_path), "--step", "5"]) == 1
+        assert "no trajectory of step 5. It has the steps 0 to 10" in capsys.readouterr().err
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "trajectories.jsonl").write_bytes(encoded() + b"\n")
+    assert main(["trajectories", "ls", str(tmp_path / "plain"), "--step", "5"]) == 1
+    assert "It has no steps: leave --step out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", ["40", "80", "160"])
+def test_a_list_is_readable_at_any_width(
+    tmp_path: Path, width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    error = "The environment [bold]failed[/]: " + "reason " * 10
+    (tmp_path / "trajectories.jsonl").write_bytes(encoded(reward=None, stop_reason="env_error", error=error) + b"\n")
+    summary = {"episodes": 128, "scored": 120, "unsampled": 2, "mean_reward": 0.5, "tokens": 1_234_567}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "summary.json").write_text(json.dumps(summary | {"reasons": {"done": 100, "max_turns": 20}}))
+    for path, facts in (
+        (tmp_path / "trajectories.jsonl", ["0-0", "env_error", "[bold]failed[/]", *["reason"] * 10]),
+        (tmp_path / "a" / "..", ["128", "120", "0.500", "1234567", "100", "20"]),
+    ):
+        if path.is_dir():
+            (tmp_path / "trajectories.jsonl").unlink()
+        assert main(["trajectories", "ls", str(path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        words = " ".join(lines).replace(":", " ").replace(",", " ").split()
+        assert all(fact in words for fact in facts), lines
+        assert max(map(len, lines)) <= int(width)

@@ -158,7 +158,14 @@ def test_two_ranks_learn_what_one_learns(
     arguments = ["--model-path", str(policy_folder), "--env-url", environment_url, *SETTINGS]
     launched = ["--server.dtype", "float32", "--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
     one, two = tmp_path / "one", tmp_path / "two"
-    both = _run_ranks(2, [*arguments, *launched, "--steps", "3", "--gradient-checkpointing"], two)
+    kept = ["--keep-trajectories", "all"]
+    both = _run_ranks(2, [*arguments, *launched, *kept, "--steps", "3", "--gradient-checkpointing"], two)
+    played = [lines(two / f"trajectories-rank{rank}.jsonl") for rank in (0, 1)]
+    assert not (two / "trajectories.jsonl").exists()
+    for rank, episodes in enumerate(played):
+        found = [(e["step"], e["rank"], e["task"]["group"], e["member"]) for e in episodes]
+        groups = range(2 * rank, 2 * rank + 2)
+        assert sorted(found) == [(s, rank, g, m) for s in range(3) for g in groups for m in range(6)]
     assert main([*arguments, "--server", server_url, "--steps", "3", "--out", str(one)]) == 0
     alone = lines(one / "metrics.jsonl")
     assert [m["skipped"] is None for m in both] == [True, False, True]

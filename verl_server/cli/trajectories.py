@@ -9,6 +9,7 @@ verl-server trajectories show runs/x --episode 3-0 --color logprob --tokenizer M
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +18,43 @@ from typing import Annotated, Any
 import msgspec
 import tyro
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
+from rich.text import Text
 from tyro.conf import Positional, subcommand
 
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import decode_json, read_bytes
 from verl_server.files.model_folder import load_tokenizer
-from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled, read_jsonl, summarize
+from verl_server.rollout.listing import Listing, Row
+from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled
+from verl_server.watch.recorded import Recorded, read_recorded, recorded_files
 from verl_server.watch.viewer import ColorBy, TokenText, render
+
+_HELP = """\
+List, show and count the trajectories that a rollout, an agent run, a demo or a training run recorded.
+
+Examples:
+- verl-server trajectories ls            (the runs in the folder runs)
+- verl-server trajectories ls runs/x     (the episodes of a run)
+- verl-server trajectories show runs/x --episode 3-0 --tokenizer MODEL
+- verl-server trajectories show runs/grpo --step 12 --color version
+- verl-server trajectories stats runs/x
+- verl-server trajectories repair SESSION_STORE --check
+
+Exit status: 0, 1 if there is no such run, step or episode or a file is damaged, 2 for wrong options.
+"""
+_LISTED_CHARACTERS = 300
+"""Most characters of an error in a list."""
 
 
 @dataclass(frozen=True)
 class Ls:
-    """List runs, or the trajectories of one run."""
+    """List the runs in a folder, or the trajectories of one run: episode, branch, end, reward, tokens."""
 
     path: Positional[Path] = Path("runs")
-    """Folder of a run, a folder with runs, or a trajectories.jsonl."""
+    """Folder of a run, a folder with runs, or a file of trajectories."""
+    step: int | None = None
+    """Step of a training run. None lists all steps."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +62,11 @@ class Show:
     """Show one episode, token by token."""
 
     path: Positional[Path]
-    """Folder of a run, or a trajectories.jsonl."""
+    """Folder of a run, or a file of trajectories."""
     episode: str = "0-0"
-    """TASK-MEMBER."""
+    """TASK-MEMBER, as `ls` lists it."""
+    step: int | None = None
+    """Step of a training run. None shows the last step that has the episode."""
     branch: int | None = None
     """Number of the branch. None shows all branches of the episode."""
     color: ColorBy = "logprob"
@@ -53,15 +77,17 @@ class Show:
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of a run."""
+    """Count a run: rewards, groups, tokens, versions, and how episodes ended."""
 
     path: Positional[Path]
-    """Folder of a run, or a trajectories.jsonl."""
+    """Folder of a run, or a file of trajectories."""
+    step: int | None = None
+    """Step of a training run. None counts all steps."""
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Repair the session store of a server that was ended. `repair --help` has its options."""
+    """Repair the session store of a server that was ended: verl-server trajectories repair FOLDER."""
 
 
 class _Summary(msgspec.Struct):
@@ -83,15 +109,20 @@ class _Run(msgspec.Struct):
 
 def ls(args: Ls, console: Console) -> int:
     """List runs or trajectories."""
-    if args.path.is_dir() and not (args.path / "trajectories.jsonl").exists():
+    if args.path.is_dir() and not recorded_files(args.path):
         return _ls_runs(args.path, console)
-    end, error = (Column(name, no_wrap=True) for name in ("end", "error"))
-    table = Table("episode", "branch", end, "reward", "turns", "tokens", "sampled", error)
-    for t in sorted(_read(args.path), key=lambda t: (t.task.group, t.member, t.branch)):
+    found = read_recorded(args.path, args.step)
+    has_steps = any(recorded.step is not None for recorded in found)
+    rows = []
+    for recorded in sorted(found, key=_place):
+        t = recorded.trajectory
         reward = "-" if t.reward is None else f"{t.reward:g}"
         sizes = (str(len(t.turns)), str(len(t.tokens)), str(t.sampled_tokens))
-        table.add_row(_name(t), str(t.branch), str(t.stop_reason), reward, *sizes, (t.error or "")[:60])
-    console.print(table)
+        step = ("-" if recorded.step is None else str(recorded.step),) if has_steps else ()
+        facts = (*step, recorded.name, str(t.branch), str(t.stop_reason), reward, *sizes)
+        rows.append(Row(facts, _shortened(t.error or "")))
+    names = ("episode", "branch", "end", "reward", "turns", "tokens", "sampled")
+    console.print(Listing(("step", *names) if has_steps else names, rows, left=3 + has_steps))
     return 0
 
 
@@ -99,48 +130,71 @@ def _ls_runs(folder: Path, console: Console) -> int:
     files = sorted(folder.glob("*/summary.json"))
     if not files:
         raise BadRequestError(f"{folder} has no run: neither trajectories.jsonl nor folders with a summary.json.")
-    table = Table("run", "episodes", "scored", "unsampled", "mean reward", "tokens", "ends")
+    rows = []
     for file in files:
         found = decode_json(read_bytes(file), _Summary, str(file))
         mean = "-" if found.mean_reward is None else f"{found.mean_reward:.3f}"
         ends = ", ".join(f"{name} {count}" for name, count in found.reasons.items())
         facts = ["-" if fact is None else str(fact) for fact in (found.episodes, found.scored, found.unsampled)]
-        table.add_row(str(file.parent), *facts, mean, str(found.tokens), ends)
-    console.print(table)
+        tokens = "-" if found.tokens is None else str(found.tokens)
+        rows.append(Row((str(file.parent), *facts, mean, tokens), ends and f"ends: {ends}"))
+    console.print(Listing(("run", "episodes", "scored", "unsampled", "reward", "tokens"), rows))
     return 0
+
+
+def _shortened(error: str) -> str:
+    """Return the beginning of an error. `trajectories show` shows the whole."""
+    line = " ".join(error.split())
+    return line if len(line) <= _LISTED_CHARACTERS else f"{line[:_LISTED_CHARACTERS]}..."
 
 
 def show(args: Show, console: Console) -> int:
     """Show the branches of one episode."""
-    found = [t for t in _read(args.path) if _name(t) == args.episode and args.branch in (None, t.branch)]
+    named = [r for r in read_recorded(args.path, args.step) if r.name == args.episode]
+    last = max((r.step for r in named if r.step is not None), default=None)
+    found = [r for r in named if r.step == last and args.branch in (None, r.trajectory.branch)]
     if not found:
         wanted = args.episode if args.branch is None else f"{args.episode}, branch {args.branch}"
         raise BadRequestError(f"{args.path} has no trajectory of the episode {wanted}. List them: trajectories ls.")
     text_of = _token_text(args)
-    for trajectory in found:
-        console.print(f"[bold]{args.episode}[/] branch {trajectory.branch} {trajectory.session}", highlight=False)
+    for recorded in found:
+        trajectory = recorded.trajectory
+        step = "" if recorded.step is None else f"step {recorded.step} "
+        title = Text(f"{step}{args.episode}", "bold").append(
+            f" branch {trajectory.branch} {trajectory.session}", "none"
+        )
+        console.print(title)
         console.print(render(trajectory, args.color, text_of))
     return 0
 
 
 def stats(args: Stats, console: Console) -> int:
     """Print figures of a run."""
-    trajectories = _read(args.path)
-    summary = summarize(trajectories)
-    figures: dict[str, Any] = {k: getattr(summary, k) for k in ("trajectories", "trainable", "unsampled")}
-    episodes = {(_name(t), t.attempt): t for t in trajectories}
-    ignored = {
-        (_name(branches[0]), branches[0].attempt) for branches in by_episode(trajectories) if is_unsampled(branches)
-    }
-    scored = [t for place, t in episodes.items() if t.reward is not None and place not in ignored]
+    found = read_recorded(args.path, args.step)
+    trajectories = [recorded.trajectory for recorded in found]
+    by_step: dict[int | None, list[Trajectory]] = {}
+    for recorded in found:
+        by_step.setdefault(recorded.step, []).append(recorded.trajectory)
+    episodes = [(step, branches) for step, played in by_step.items() for branches in by_episode(played)]
+    scored = [
+        (step, branches[0].task.group, branches[0].reward)
+        for step, branches in episodes
+        if branches[0].reward is not None and not is_unsampled(branches)
+    ]
+    groups: dict[tuple[int | None, int], set[float]] = {}
+    for step, group, reward in scored:
+        groups.setdefault((step, group), set()).add(reward)
     sampled = [lp for t in trajectories for lp, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask]
-    groups: dict[int, set[float]] = {}
-    for t in scored:
-        groups.setdefault(t.task.group, set()).add(t.reward or 0.0)
+    ends = Counter(str(t.stop_reason) for t in trajectories)
+    figures: dict[str, Any] = {
+        "trajectories": len(trajectories),
+        "trainable": sum(t.is_trainable for t in trajectories),
+        "unsampled": sum(is_unsampled(branches) for _, branches in episodes),
+    }
     branches = [t.branch for t in trajectories]
     figures |= {
         "episodes": len(episodes),
-        "mean reward": _mean([t.reward or 0.0 for t in scored]),
+        "mean reward": _mean([reward for _, _, reward in scored]),
         "groups whose rewards differ": f"{sum(len(g) > 1 for g in groups.values())} of {len(groups)}",
         "episodes with several branches": sum(b == 1 for b in branches),
         "sampled tokens": len(sampled),
@@ -148,11 +202,11 @@ def stats(args: Stats, console: Console) -> int:
         "mean turns": _mean([len(t.turns) for t in trajectories]),
         "longest trajectory": max((len(t.tokens) for t in trajectories), default=0),
         "weight versions": ", ".join(dict.fromkeys(v for t in trajectories for v in t.weight_versions if v)) or "-",
-        "ends": ", ".join(f"{name} {count}" for name, count in summary.stop_reasons.items()),
+        "ends": ", ".join(f"{name} {count}" for name, count in ends.most_common()),
     }
-    table = Table(show_header=False)
+    table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in figures.items():
-        table.add_row(name, str(value))
+        table.add_row(Text(name), Text(str(value)))
     console.print(table)
     return 0
 
@@ -161,15 +215,10 @@ def _mean(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.4g}" if values else "-"
 
 
-def _name(trajectory: Trajectory) -> str:
-    return f"{trajectory.task.group}-{trajectory.member}"
-
-
-def _read(path: Path) -> list[Trajectory]:
-    file = path / "trajectories.jsonl" if path.is_dir() else path
-    if not file.is_file():
-        raise BadRequestError(f"There is no file {file}. Name the folder of a run, or a trajectories.jsonl.")
-    return read_jsonl(file)
+def _place(recorded: Recorded) -> tuple[int, int, int, int]:
+    trajectory = recorded.trajectory
+    step = -1 if recorded.step is None else recorded.step
+    return step, trajectory.task.group, trajectory.member, trajectory.branch
 
 
 def _token_text(args: Show) -> TokenText | None:
@@ -191,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         | Annotated[Repair, subcommand("repair")],  # type: ignore[arg-type]
         args=argv,
         prog="verl-server trajectories",
+        description=_HELP,
     )
     console = Console()
     if isinstance(command, Repair):

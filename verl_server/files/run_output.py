@@ -38,6 +38,7 @@ _COMMAND = "command"
 RECORDS = (
     "metrics.jsonl",
     "trajectories.jsonl",
+    "trajectories-rank*.jsonl",
     "episodes.jsonl",
     "errors.jsonl",
     "untrained-rank*.jsonl",

@@ -105,7 +105,7 @@ class Episode:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`capacity` is the length of the longest sequence that the server can hold, in tokens."""
-        self.trajectory = Trajectory(task=task)
+        self.trajectory = Trajectory(task=task, member=task.member)
         self.session_id = secrets.token_hex(16)
         """Random name of this attempt at the task. Each generation has it: the server knows the turns of an episode."""
         self._environment = environment

@@ -70,6 +70,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Argument of the environment's `reset`."""
     sampling_seed: int | None = None
     """Seed of the policy's samples, which then do not depend on other requests."""
+    member: int = 0
+    """Number of the episode among those of its group."""
 
 
 class Turn(msgspec.Struct, kw_only=True):
@@ -323,6 +325,17 @@ def append_jsonl(path: Path, records: Iterable[Any]) -> None:
 def labelled(trajectories: Iterable[Trajectory], **label: Any) -> list[dict[str, Any]]:
     """Return the trajectories as records of `append_jsonl`, each after the keys of `label`."""
     return [label | msgspec.structs.asdict(trajectory) for trajectory in trajectories]
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """Return the files with all trajectories of a training run, one for each rank, in the order of the ranks."""
+    found = [file for file in folder.glob("trajectories-rank*.jsonl") if _rank(file) is not None]
+    return sorted(found, key=lambda file: _rank(file) or 0)
+
+
+def _rank(file: Path) -> int | None:
+    number = file.stem.removeprefix("trajectories-rank")
+    return int(number) if number.isdecimal() else None
 
 
 def read_jsonl(path: Path) -> list[Trajectory]:

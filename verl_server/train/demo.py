@@ -69,7 +69,11 @@ _HELD_OUT = 2**30
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Train a tiny policy from random weights on a game in which it must use the environment's answers."""
+    """Train a tiny policy from random weights on a game in which it must use the environment's answers.
+
+    Exit status: 0 if the policy has learned to use the answers, 1 if it has not or after an error, 2 for wrong options,
+    130 after Ctrl-C.
+    """
 
     out: OutputPath = Path("runs/demo")
     """Folder for the results. Missing folders above it are created. Results of an earlier demo in it are replaced when
@@ -137,7 +141,9 @@ class Demo:
             append_jsonl(out / "trajectories.jsonl", labelled(before, phase="before"))
             for metrics, trajectories in self._train(run):
                 append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
-                append_jsonl(out / "trajectories.jsonl", labelled(trajectories[:4], phase="training"))
+                append_jsonl(
+                    out / "trajectories.jsonl", labelled(trajectories[:4], phase="training", step=metrics.step)
+                )
                 interrupt.check()
             after = self._evaluate(loop, "after training")
             append_jsonl(out / "trajectories.jsonl", labelled(after, phase="after"))

@@ -225,7 +225,7 @@ def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> 
         for member in range(config.group_size):
             name = f"{step}-{group}-{member}"
             draw = (seed * config.group_size + member) % 2**62
-            tasks.append(Task(seed=seed, group=group, episode_id=name, sampling_seed=draw))
+            tasks.append(Task(seed=seed, group=group, episode_id=name, sampling_seed=draw, member=member))
     return tasks
 
 

@@ -110,6 +110,9 @@ class TrainArgs:
     out: OutputPath = Path("runs/grpo")
     """Folder for metrics.jsonl, trajectories.jsonl, errors.jsonl, the checkpoint, the trained model and run.json with
     the settings. Missing folders above it are created. A folder that has another run is refused."""
+    keep_trajectories: Literal["few", "all"] = "few"
+    """few: four trajectories of rank 0 of each step, in trajectories.jsonl. all: every trajectory of every rank, in
+    trajectories-rankN.jsonl of its rank. `verl-server trajectories` shows both."""
     resume: bool = False
     """Continue the run in --out from its checkpoint. The settings must be equal, except those of servers, devices,
     bounds of time, memory and the number of steps (docs/runs.md has the list)."""

@@ -141,7 +141,7 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         for name in ("verl_server.train", "verl_server.logprob_gap"):
             logging.getLogger(name).setLevel(logging.ERROR)
-    folder = RunFolder(args.out, functools.partial(run_settings, args))
+    folder = RunFolder(args.out, functools.partial(run_settings, args), args.keep_trajectories)
     with contextlib.closing(folder):
         checkpoint = ranks.call("RunFolder", lambda _: folder.open(args.resume))
         config_folder(args.model_path, setting="--model-path")
@@ -255,8 +255,9 @@ def _run_steps(args: TrainArgs, run: Algorithm, folder: RunFolder, stop: StopReq
             if run.next_step == number:
                 _keep_untrained(folder, number, finished)
             raise
+        folder.record_trajectories(number, dist.get_rank(), step.rollout.trajectories)
         if dist.get_rank() == 0:
-            folder.record(step.metrics, step.rollout.trajectories, step.failures)
+            folder.record(step.metrics, step.failures)
             print(describe_step(step.metrics), flush=True)
             if step.failures and step.metrics.skipped is None:
                 failed, episodes = step.metrics.failed, step.metrics.trajectories

@@ -2,14 +2,17 @@
 
     run.json             the settings of the run
     metrics.jsonl        one line for each step
-    trajectories.jsonl   a few trajectories of each step
+    trajectories.jsonl   four trajectories of rank 0 of each step (`--keep-trajectories few`)
+    trajectories-rankN.jsonl   all trajectories of rank N (`--keep-trajectories all`)
     errors.jsonl         one line for each episode that failed
     untrained-rankN.jsonl   episodes of rank N that ended in a step which the run did not complete
     checkpoint-STEP/     the state from which `--resume` continues (see `checkpoints`)
     model/               the trained policy as a Hugging Face folder
 
-Only rank 0 writes the first three. `--resume` plays a step that was not completed again, and keeps its earlier
-episodes in untrained-rankN.jsonl: `rollout.trajectory.read_jsonl` loads them.
+A file with the number of a rank is written by that rank, the others by rank 0. Lines are appended when a step ends. A
+line of a trajectory has `step` and `rank` before the fields of `Trajectory`: `rollout.trajectory.read_jsonl` loads it.
+
+`--resume` plays a step that was not completed again, and keeps its earlier episodes in untrained-rankN.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -27,7 +30,7 @@ from verl_server.errors import BadRequestError
 from verl_server.files.durable import discard, flush, make_folder, replace_file
 from verl_server.files.json_files import decode_json, whole_lines
 from verl_server.files.run_output import Claim, check_settings, claim_folder, recorded, store_settings, stored_settings
-from verl_server.rollout.trajectory import Trajectory, append_jsonl, labelled
+from verl_server.rollout.trajectory import Trajectory, append_jsonl, labelled, rank_files
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
 from verl_server.train.metrics import Failure, StepMetrics
 from verl_server.train.run_settings import MAY_DIFFER
@@ -35,13 +38,20 @@ from verl_server.train.run_settings import MAY_DIFFER
 logger = logging.getLogger(__name__)
 
 _FILES = ("metrics.jsonl", "trajectories.jsonl", "errors.jsonl")
-_KEPT_TRAJECTORIES = 4
+_FEW = 4
+"""Number of trajectories of each step that `few` keeps."""
 
 
 class RunFolder:
-    def __init__(self, path: Path, settings: Callable[[], dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: Callable[[], dict[str, Any]] | None = None,
+        keep_trajectories: Literal["few", "all"] = "few",
+    ) -> None:
         """Take `settings`, which returns what run.json stores and a resumed run compares. None stores nothing."""
         self.path = path
+        self._keeps_all = keep_trajectories == "all"
         self._settings = settings
         self._run_file = path / "run.json"
         self._is_resumed = self._replaces = False
@@ -116,7 +126,8 @@ class RunFolder:
         self._is_resumed = True
         discard(self.path / "model")  # as an interrupted `save_policy` left it
         step = check_checkpoint(checkpoint).next_step
-        lines = {name: _lines_before(self.path / name, step) for name in _FILES}
+        names = (*_FILES, *(file.name for file in rank_files(self.path)))
+        lines = {name: _lines_before(self.path / name, step) for name in names}
         if lacking := sorted(set(range(step)) - {number for number, _ in lines["metrics.jsonl"]}):
             logger.warning(
                 "%s lacks %d of the %d steps before %s: %s. The run continues without them.",
@@ -131,15 +142,21 @@ class RunFolder:
                 _rewrite(self.path / name, [line for _, line in kept])
         return checkpoint
 
-    def record(
-        self, metrics: StepMetrics, trajectories: Sequence[Trajectory] = (), failures: Sequence[Failure] = ()
-    ) -> None:
-        """Append one step to the jsonl files."""
+    def record(self, metrics: StepMetrics, failures: Sequence[Failure] = ()) -> None:
+        """Append one step to metrics.jsonl and errors.jsonl. Rank 0 calls it."""
         append_jsonl(self.path / "metrics.jsonl", [dataclasses.asdict(metrics)])
-        kept = labelled(trajectories[:_KEPT_TRAJECTORIES], step=metrics.step)
-        append_jsonl(self.path / "trajectories.jsonl", kept)
         if failures:
             append_jsonl(self.path / "errors.jsonl", failures)
+
+    def record_trajectories(self, step: int, rank: int, trajectories: Sequence[Trajectory]) -> None:
+        """Append the trajectories of `rank` that the run keeps. Every rank calls it with its own of a step."""
+        if self._keeps_all:
+            file, kept = self.path / f"trajectories-rank{rank}.jsonl", trajectories
+        else:
+            file, kept = self.path / "trajectories.jsonl", trajectories[: _FEW if rank == 0 else 0]
+        if kept:
+            self.path.mkdir(parents=True, exist_ok=True)  # a rank of another machine may have a folder of its own
+            append_jsonl(file, labelled(kept, step=step, rank=rank))
 
     def record_untrained(self, step: int, rank: int, trajectories: Sequence[Trajectory]) -> None:
         """Append `trajectories`, which ended in a step that the run does not complete, to the jsonl file of `rank`.
@@ -148,7 +165,7 @@ class RunFolder:
         """
         if trajectories:
             self.path.mkdir(parents=True, exist_ok=True)  # a rank of another machine may have a folder of its own
-            append_jsonl(self.path / f"untrained-rank{rank}.jsonl", labelled(trajectories, step=step))
+            append_jsonl(self.path / f"untrained-rank{rank}.jsonl", labelled(trajectories, step=step, rank=rank))
 
 
 class _Step(msgspec.Struct):
