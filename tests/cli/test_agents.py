@@ -106,7 +106,7 @@ def test_a_run_from_the_command_line(fake: FakeServer, folder: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "reward 1" in said and str(ord("5")) in said and "version 7" in said
     assert main(["trajectories", "stats", "runs/x"]) == 0
-    assert re.search(r"mean reward\s*│ 1 ", capsys.readouterr().out)
+    assert re.search(r"mean reward\s* 1 ", capsys.readouterr().out)
     assert main(["trajectories", "show", "runs/x", "--episode", "9-9"]) == 1
     assert "no trajectory of the episode 9-9" in capsys.readouterr().err
 

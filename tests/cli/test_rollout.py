@@ -41,11 +41,13 @@ def test_rollout_against_running_servers(
         assert main(["rollout", "--server", server.url, *named, "--observation-key", "nope"]) == 1
         assert "Name one of them with observation_key (--observation-key)" in capsys.readouterr().err
         where = ["--server", server.url.removeprefix("http://"), *named]
-        assert main(["rollout", *where, "--episodes", "6", "--max-new-tokens", "8"]) == 0
+        assert main(["rollout", *where, "--groups", "3", "--group-size", "2", "--max-new-tokens", "8"]) == 0
         assert server.get_server_info()  # the rollout must not end a server that it did not start
     assert "6 episodes" in capsys.readouterr().out
     trajectories = read_jsonl(out)
-    assert sorted(t.task.seed for t in trajectories) == list(range(6))
+    places = sorted((t.task.group, t.task.seed, t.member) for t in trajectories)
+    assert places == [(g, g, m) for g in range(3) for m in range(2)]
+    assert len({t.task.sampling_seed for t in trajectories}) == 6
     assert all(t.reward == 0.0 and "Count down" in t.turns[0].observation["text"] for t in trajectories)
 
 
@@ -129,17 +131,19 @@ def test_env_serve_says_what_is_wrong(
     args: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(args) == status
-    assert re.search(says, capsys.readouterr().err)
+    said = capsys.readouterr()
+    assert re.search(says, said.out if status == 0 else said.err)
 
 
 def test_every_time_bound_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RolloutArgs] = []
     monkeypatch.setattr("verl_server.cli.rollout.rollout", lambda args: seen.append(args) or 0)
     bounds = {"connect": 1.0, "capacity": 2.0, "reset": 3.0, "step": 4.0, "close": 5.0}
-    flags = [f"--env-timeouts.{name}={seconds}" for name, seconds in bounds.items()]
+    older = {"close": "env-timeouts"}
+    flags = [f"--{older.get(name, 'env')}.{name}={seconds}" for name, seconds in bounds.items()]
     flags += ["--generate-timeout=6", "--trajectory-timeout=7", "--straggler-timeout=8", "--straggler-fraction=0.5"]
     assert main(["rollout", "--server", "http://s", "--environment", "http://e", *flags]) == 0
-    limits = seen[0].limits()
+    limits = seen[0].limits
     assert limits.env == EnvTimeouts(**bounds)
     assert (limits.generate_timeout, limits.trajectory_timeout) == (6, 7)
     assert (limits.straggler_timeout, limits.straggler_fraction) == (8, 0.5)

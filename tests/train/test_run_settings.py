@@ -72,7 +72,8 @@ def test_what_may_differ_is_an_option_and_documented() -> None:
         "server.*",
     ]
     flags += [f"server.{name}" for name in _COMPARED_OF_SERVER]
-    for name in (*flags, *ROLLOUT_MAY_DIFFER, *AGENTS_MAY_DIFFER):
+    flags += [name.removeprefix("limits.") for name in ROLLOUT_MAY_DIFFER]
+    for name in (*flags, *AGENTS_MAY_DIFFER):
         assert f"`--{name.replace('_', '-')}`" in page, name
 
 

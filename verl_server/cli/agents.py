@@ -47,19 +47,19 @@ class AgentRolloutArgs:
     """
 
     agent: str
-    """MODULE:function or FILE.py:function, an `async def (session, task)`; the command of a program, in quotes; or
-    `tools`: a loop that lets the policy call the tools of the environment and those of `--tool`."""
+    """MODULE:function or FILE.py:function, an `async def (session, task)`, or the command of a program, in quotes.
+    `tools` is a loop that lets the policy call the tools of the environment and those of `--tool`."""
     tasks: str
-    """FILE.jsonl with one task a line (`seed`, `input`, `environment`; or any other JSON value, the task's `input`),
-    reasoning-gym:NAME or textarena:NAME."""
+    """Tasks of the agent: FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME. A line is an object
+    with `seed`, `input` or `environment`, or any other JSON value, the task's `input`."""
     out: OutputPath
     """Folder of the run. Missing folders above it are created. A folder that has another run is refused."""
     groups: int | None = None
-    """Number of tasks, from the first. Default: all lines of the file, or 16."""
+    """Number of groups. The episodes of a group have the same task. Default: 16, or all lines of a file."""
     group_size: int = 1
-    """Episodes of each task."""
+    """Episodes of each group."""
     first_seed: int = 0
-    """Task i of a named environment has the seed first_seed + i."""
+    """Group i has the seed first_seed + i. For `--tasks` that name an environment: a line of a file has its own."""
     environment: str | None = None
     """Environment of the tasks of a file: reasoning-gym:NAME, textarena:NAME, the URL of an OpenEnv server, mcp:URL or
     mcp:COMMAND (tools of an MCP server), or code (the tool run_python, isolated by bubblewrap)."""
@@ -74,7 +74,7 @@ class AgentRolloutArgs:
     """URL of a running server. May be repeated. The servers' key is VERL_SERVER_API_KEY of the environment, or in
     `--api-key-file`."""
     api_key_file: Path | None = None
-    """File with the servers' API key or admin key."""
+    """File with the API key or admin key of the server."""
     model_path: str | None = None
     """Model of a server that is launched for this run, in place of `--server`."""
     resume: bool = False
@@ -85,9 +85,9 @@ class AgentRolloutArgs:
     max_concurrency: int | None = None
     """Most episodes at one time. None is no bound."""
     temperature: float = 1.0
-    """Sampling temperature for requests that set none."""
+    """Sampling temperature. A request of the agent that sets one has its own."""
     seed: int = 0
-    """Seed of the sessions."""
+    """Seed of sampling. With the place of an episode it settles the seed of the episode's session."""
     limits: AgentLimits = field(default_factory=AgentLimits)
     pass_env: Repeated = ()
     """Name of a variable that a program receives beside its own. May be repeated."""

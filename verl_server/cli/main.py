@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import runpy
 import sys
 import textwrap
@@ -173,6 +174,7 @@ def _warn_of_visible_keys(args: list[str]) -> None:
 
 
 def _rollout(args: list[str]) -> int:
+    args = [re.sub(r"^--env-timeouts\.", "--env.", arg) for arg in args]  # an older name
     if any(arg.split("=")[0] == "--agent" for arg in args):
         return _delegate("rollout", "verl_server.cli.agents", args)
     return _delegate("rollout", "verl_server.cli.rollout", args)

@@ -1,6 +1,6 @@
 """`verl-server rollout`: play episodes with a running server and a running environment, and write them to a file.
 
-verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0.1:8000 --episodes 64
+verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0.1:8000 --groups 16 --group-size 4
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import tyro
 
 from verl_server.cli.option_names import as_options
 from verl_server.errors import BadRequestError
@@ -19,7 +21,7 @@ from verl_server.files.model_folder import load_tokenizer
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import location, settings_of, without_host
 from verl_server.rollout.agent_loop import AgentLoop
-from verl_server.rollout.environment import EnvTimeouts, environment_schema
+from verl_server.rollout.environment import environment_schema
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
@@ -27,6 +29,7 @@ from verl_server.rollout.server_check import attach_server
 from verl_server.rollout.trajectory import Task, summarize
 from verl_server.sampling_params import SamplingParams
 from verl_server.watch.trajectory_file import TrajectoryFile
+from verl_server.web.key_files import read_key_file
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,14 @@ class RolloutArgs:
     """URL of the rollout server."""
     environment: str
     """URL of an environment server (OpenEnv's protocol)."""
-    episodes: int = 64
-    """Number of episodes."""
+    groups: int = 16
+    """Number of groups. The episodes of a group have the same environment seed."""
+    group_size: int = 1
+    """Episodes of each group."""
     first_seed: int = 0
-    """Episode i has the seed first_seed + i."""
+    """Group i has the seed first_seed + i."""
+    seed: int = 0
+    """Seed of sampling. With the place of an episode it settles the episode's draws."""
     max_concurrency: int | None = None
     """Most episodes at one time. None is no bound."""
     out: OutputPath = Path("trajectories.jsonl")
@@ -53,8 +60,8 @@ class RolloutArgs:
     are in FILE.run.json beside it. A file that has the trajectories of another run is refused."""
     resume: bool = False
     """Continue the run in `--out`. Episodes that the policy ended are not played again. Episodes that failed or have no
-    sampled token are played again, and their lines are replaced. The settings must be equal, except the settings of
-    servers, time limits and the number of episodes."""
+    sampled token are played again, and their lines are replaced. The settings must be equal, except those of servers,
+    bounds of time, concurrency and the number of groups (docs/runs.md)."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer. None is the server's."""
     chat: bool = True
@@ -62,7 +69,7 @@ class RolloutArgs:
     observation_key: str = "text"
     """Key of the text in the environment's observations."""
     action_key: str = "text"
-    """Key of the policy's text in the environment's actions (`--action-format text`)."""
+    """Key of the policy's text in the environment's actions. For `--action-format text`."""
     action_format: ActionFormat = "text"
     """`text` sends the policy's text under one key. `json` sends the JSON object that the policy writes, with any
     number of keys. JSON that is wrong, or that violates the environment's schema (at /schema), is answered by an
@@ -70,70 +77,46 @@ class RolloutArgs:
     reasoning_parser: str | None = None
     """Format of the policy's reasoning, which the environment does not get. Default: the server's setting, or else what
     the chat template shows. `none` sends the whole text. A reasoning without an end is answered as wrong JSON is."""
-    max_turns: int = 8
-    """Most turns in an episode."""
-    max_new_tokens: int = 512
-    """Most sampled tokens in a turn."""
     temperature: float = 1.0
     """Sampling temperature."""
-    generate_timeout: float = 600.0
-    """Seconds for the generation of one turn."""
-    restart_timeout: float = 300.0
-    """Seconds for a server that was started again to come back and be healed by the engine that pushes."""
-    trajectory_timeout: float = 3600.0
-    """Seconds for one episode."""
-    straggler_timeout: float | None = None
-    """Seconds for which the last episodes may delay the others. They count from the moment when every episode has
-    started and a share of `straggler_fraction` has ended. None waits for every episode."""
-    straggler_fraction: float = 0.9
-    """Share of episodes that must have ended before `straggler_timeout` counts."""
-    env_timeouts: EnvTimeouts = field(default_factory=EnvTimeouts)
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: Limits(max_turns=8, max_new_tokens=512)
+    )
     api_key: str | None = None
-    """API key of the rollout server. Default: VERL_SERVER_API_KEY of the environment, which other users cannot read."""
+    """API key of the rollout server. Other users of this host can read it here. Default: VERL_SERVER_API_KEY of the
+    environment, which they cannot read."""
+    api_key_file: Path | None = None
+    """File with the API key or admin key of the server."""
 
     def __post_init__(self) -> None:
-        for name in ("episodes", "max_concurrency"):
+        for name in ("groups", "group_size", "max_concurrency"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
         try:
-            SamplingParams.parse({"temperature": self.temperature, "max_new_tokens": self.max_new_tokens})
-            self.limits()
+            SamplingParams.parse({"temperature": self.temperature})
         except BadRequestError as error:
             raise BadRequestError(as_options(str(error))) from None
-
-    def limits(self) -> Limits:
-        """Return the bounds that these options set."""
-        return Limits(
-            max_turns=self.max_turns,
-            max_new_tokens=self.max_new_tokens,
-            generate_timeout=self.generate_timeout,
-            restart_timeout=self.restart_timeout,
-            trajectory_timeout=self.trajectory_timeout,
-            straggler_timeout=self.straggler_timeout,
-            straggler_fraction=self.straggler_fraction,
-            env=self.env_timeouts,
-        )
 
 
 _TIME = "a bound of time ends an episode without a reward, and changes no other one"
 MAY_DIFFER = {
     "server": "the same model may be served at another address, and `model` is compared",
-    "episodes": "more episodes have further seeds",
+    "groups": "further groups have further seeds",
     "max_concurrency": "it changes the pace only",
-    "generate_timeout": _TIME,
-    "restart_timeout": _TIME,
-    "trajectory_timeout": _TIME,
-    "straggler_timeout": _TIME,
-    "straggler_fraction": _TIME,
-    "env_timeouts.*": _TIME,
+    "limits.generate_timeout": _TIME,
+    "limits.restart_timeout": _TIME,
+    "limits.trajectory_timeout": _TIME,
+    "limits.straggler_timeout": _TIME,
+    "limits.straggler_fraction": _TIME,
+    "limits.env.*": _TIME,
 }
 """Settings that may differ when a run is resumed, and why (docs/runs.md). The host of `environment` may differ, too."""
 
 
 def run_settings(args: RolloutArgs) -> dict[str, Any]:
     """Return the settings that a run stores."""
-    settings = settings_of("rollout", args, without=("out", "resume", "api_key"))
+    settings = settings_of("rollout", args, without=("out", "resume", "api_key", "api_key_file"))
     settings |= {"server": without_host(args.server), "environment": without_host(args.environment)}
     settings["tokenizer"] = None if args.tokenizer is None else location(args.tokenizer)
     return settings
@@ -153,8 +136,7 @@ def rollout(args: RolloutArgs) -> int:
 
 
 def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
-    api_key = args.api_key or os.environ.get("VERL_SERVER_API_KEY")
-    engine = attach_server(args.server, api_key)
+    engine = attach_server(args.server, _api_key(args))
     served = "--tokenizer is not set, and the server's model_path"
     tokenizer = load_tokenizer(
         args.tokenizer or engine.server_args.model_path, "--tokenizer" if args.tokenizer else served
@@ -165,18 +147,16 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
         observation_key=args.observation_key,
         action_key=args.action_key,
         action_format=args.action_format,
-        action_schema=environment_schema(args.environment, args.env_timeouts.connect),
+        action_schema=environment_schema(args.environment, args.limits.env.connect),
         reasoning_parser=args.reasoning_parser,
     )
     check_environment(
         args.environment,
         renderer,
-        args.env_timeouts,
+        args.limits.env,
         option="--environment",
-        bounds="--env-timeouts.connect or --env-timeouts.reset",
     )
-    tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]
-    tasks = [task for task in tasks if task.seed not in file.finished]
+    tasks = [task for task in make_tasks(args) if (task.seed, task.member) not in file.finished]
     file.begin(engine.server_args.model_path)
     with (
         engine,
@@ -185,7 +165,7 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
             args.environment,
             renderer,
             sampling_params={"temperature": args.temperature},
-            limits=args.limits(),
+            limits=args.limits,
             max_concurrency=args.max_concurrency,
         ) as loop,
     ):
@@ -205,12 +185,30 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
     return 0 if stats.mean_reward is not None else 1
 
 
+def make_tasks(args: RolloutArgs) -> list[Task]:
+    """Return the tasks of all groups. The sampling seed is a function of (seed, group, member)."""
+    return [
+        Task(
+            seed=args.first_seed + group,
+            group=group,
+            member=member,
+            sampling_seed=(args.seed * 1_000_003 + (args.first_seed + group) * 65_537 + member) % 2**62,
+        )
+        for group in range(args.groups)
+        for member in range(args.group_size)
+    ]
+
+
+def _api_key(args: RolloutArgs) -> str | None:
+    if args.api_key_file is not None:
+        return read_key_file(args.api_key_file, "--api-key-file")
+    return args.api_key or os.environ.get("VERL_SERVER_API_KEY")
+
+
 def _report_of(file: TrajectoryFile) -> TextIO:
     """Return the stream for the summary, which must not mix with trajectories on the standard output."""
     return sys.stderr if file.is_stdout else sys.stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    import tyro
-
     return rollout(tyro.cli(RolloutArgs, args=argv, prog="verl-server rollout"))

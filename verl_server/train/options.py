@@ -33,9 +33,9 @@ class GRPOConfig:
     """Settings of the algorithm."""
 
     groups: int = 16
-    """Groups per step, over all ranks. The episodes of a group have the same environment seed."""
+    """Number of groups of each step, over all ranks. The episodes of a group have the same environment seed."""
     group_size: int = 16
-    """Trajectories per group."""
+    """Episodes of each group."""
     epochs: int = 2
     """Passes over a step's trajectories."""
     minibatches: int = 4
@@ -65,7 +65,7 @@ class GRPOConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     temperature: float = 1.0
-    """Temperature of sampling, and of the log-probabilities in training."""
+    """Sampling temperature. The log-probabilities in training have it, too."""
     seed: int = 0
     """Seed of the environments, of sampling and of the order of training. The same seed repeats the run."""
 
@@ -91,16 +91,16 @@ class TrainArgs:
 
     model_path: str
     """Model folder or hub id with the initial weights of the policy."""
-    env_url: str | None = None
-    """URL of the environment server. Required without --agent."""
+    env_url: Annotated[str | None, tyro.conf.arg(aliases=("--environment",))] = None
+    """URL of an environment server (OpenEnv's protocol). Required without --agent."""
     agent: str | None = None
     """MODULE:function or FILE.py:function, an `async def (session, task)`, or the command of a program, in quotes. It
     plays the episodes through sessions of the rollout server. Default: the built-in loop."""
     tasks: str | None = None
-    """With --agent: reasoning-gym:NAME, textarena:NAME, or FILE.jsonl with one task a line. Groups take the lines in
-    turn. Default: the environment at --env-url with a seed for each group."""
+    """Tasks of the agent: FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME. Groups take the lines
+    in turn. Default: the environment at --env-url with a seed for each group."""
     reward: str | None = None
-    """With --agent: `environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode.
+    """`environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode. For --agent.
     Default: `environment` if there is one, `exit` for a program."""
     agent_sampling: Literal["override", "refuse"] = "override"
     """The treatment of an agent's request that sets temperature, top-p, top-k, min-p, penalties or bias. The trainer's
@@ -114,8 +114,8 @@ class TrainArgs:
     """few: four trajectories of rank 0 of each step, in trajectories.jsonl. all: every trajectory of every rank, in
     trajectories-rankN.jsonl of its rank. `verl-server trajectories` shows both."""
     resume: bool = False
-    """Continue the run in --out from its checkpoint. The settings must be equal, except those of servers, devices,
-    bounds of time, memory and the number of steps (docs/runs.md has the list)."""
+    """Continue the run in `--out`. It goes on from its checkpoint. The settings must be equal, except those of servers,
+    devices, bounds of time, memory and the number of steps (docs/runs.md has the list)."""
     save_every: int = 50
     """Steps between checkpoints. 0 saves at the end only. Only the newest checkpoint is kept."""
     max_skipped_steps: int = 5
@@ -137,16 +137,16 @@ class TrainArgs:
     logprob_chunk: int = 2048
     """Number of tokens whose logits are in memory at one time. They need a few times this x vocabulary x 4 bytes."""
     chat: bool = True
-    """Render observations as user messages of the model's chat template. Otherwise they are plain text."""
+    """Render observations as user messages of the chat template, otherwise as plain text."""
     observation_key: str = "text"
     """Key of the text in the environment's observations."""
     action_key: str = "text"
-    """Key of the policy's text in the actions that the environment receives."""
+    """Key of the policy's text in the environment's actions."""
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(
         default_factory=lambda: Limits(max_turns=8, max_new_tokens=512)
     )
     max_concurrency: int | None = None
-    """Largest number of environment sessions at one time, per rank."""
+    """Most episodes at one time. None is no bound. Each rank has its own."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds that one rank waits for another. Must exceed --trajectory-timeout."""
     save_timeout: float = SAVE_TIMEOUT

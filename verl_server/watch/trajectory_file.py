@@ -36,7 +36,7 @@ class TrajectoryFile:
         """
         self.file = file
         self._settings, self._may_differ = settings, may_differ
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[tuple[int, int], bytes] = {}
         self._replaces = False
         self._claim: Claim | None = None
         self._pipe: PipeOutput | None = None
@@ -79,8 +79,8 @@ class TrajectoryFile:
         return output is not None and output.is_stdout
 
     @property
-    def finished(self) -> set[int]:
-        """Seeds of the episodes that a resumed run does not play again."""
+    def finished(self) -> set[tuple[int, int]]:
+        """(seed, member) of the episodes that a resumed run does not play again."""
         return set(self._kept)
 
     def begin(self, model: str) -> None:
@@ -156,9 +156,10 @@ class TrajectoryFile:
                 ) from None
             reason = trajectory.stop_reason
             if reason is not None and reason.is_scored and not is_unsampled([trajectory]):
-                repeated += trajectory.task.seed in self._kept
-                self._kept.pop(trajectory.task.seed, None)
-                self._kept[trajectory.task.seed] = line
+                place = trajectory.task.seed, trajectory.member
+                repeated += place in self._kept
+                self._kept.pop(place, None)
+                self._kept[place] = line
         if repeated:
             logger.warning(
                 "%s has %d lines of episodes that have another line further down. The last line of each is kept.",
