@@ -167,13 +167,18 @@ class Package:
         expand = _Expand(self, module)
         return ast.unparse(expand.visit(ast.parse(ast.unparse(annotation), mode="eval").body)), expand.bounds
 
-    def value_text(self, module: Module, node: ast.expr) -> str:
-        """The source of a default: arithmetic is evaluated, constants of modules are replaced by their values."""
+    def value_text(self, module: Module, node: ast.expr) -> str | None:
+        """The source of a default: arithmetic is evaluated, constants of modules are replaced by their values.
+
+        None for a `field(...)` that sets no default.
+        """
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("field", "dataclasses.field"):
             given = {keyword.arg: keyword.value for keyword in node.keywords}
             if "default" in given:
                 return self.value_text(module, given["default"])
-            factory = given["default_factory"]
+            factory = given.get("default_factory")
+            if factory is None:
+                return None
             return ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else f"{ast.unparse(factory)}()"
         if isinstance(node, ast.Name) and (found := self.resolve(module.name, node.id)):
             home, definition = found
@@ -308,7 +313,7 @@ class _Expand(ast.NodeTransformer):
 
     def _bound(self, kind: str, node: ast.expr) -> str:
         """A bound in words; "" for one that is only the range of an integer."""
-        value = self._package.value_text(self._module, node)
+        value = self._package.value_text(self._module, node) or ""
         if kind not in _BOUNDS or (value.isdigit() and int(value) >= 2**31 - 1):
             return ""
         return _BOUNDS[kind].format(value)

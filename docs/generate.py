@@ -6,11 +6,14 @@ defaults, signatures and docstrings. A route, field, option or setting that is a
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -27,17 +30,27 @@ FOLDER = ROOT / "docs" / "reference"
 INTERNAL_METHODS = {"send_update", "send_registration", "send_unregistration", "send_healing"}
 """Public for other modules of `verl_server.engine` only."""
 COMMANDS = {
+    "verl-server warm-up": ("verl_server.cli.main", "WarmUpArgs"),
     "verl-server rollout": ("verl_server.cli.rollout", "RolloutArgs"),
+    "verl-server rollout --agent": ("verl_server.cli.agents", "AgentRolloutArgs"),
+    "verl-server trajectories ls": ("verl_server.cli.trajectories", "Ls"),
+    "verl-server trajectories show": ("verl_server.cli.trajectories", "Show"),
+    "verl-server trajectories stats": ("verl_server.cli.trajectories", "Stats"),
+    "verl-server trajectories repair": ("verl_server.server.sessions.journal_repair", "RepairArgs"),
     "verl-server env serve": ("verl_server.rollout.environments.env_process", "EnvServerArgs"),
     "verl-server demo": ("verl_server.train.demo", "DemoArgs"),
     "python -m verl_server.train.grpo": ("verl_server.train.grpo", "TrainArgs"),
 }
+"""Command -> the class of its options. A test compares them with the commands of `verl_server.cli.main`."""
 PAGES = {
-    "settings.md": "Every setting of a server, and the options of the other commands.",
+    "settings.md": "Every setting of a server.",
+    "commands.md": "Every command line with its options and exit statuses.",
     "http.md": "Every route with its request and its answer, sampling parameters, errors.",
     "fields.md": "Every field of every body: implemented, refused or without effect, and why.",
     "engines.md": "`VerlEngine`, `HttpServerEngineAdapter` and `Engine`, with their options and results.",
     "rollouts.md": "`AgentLoop`, its limits, trajectories, renderers and environments.",
+    "agents.md": "`run_agents`, its limits and servers, and what an agent and a reward function are given.",
+    "extras.md": "The optional packages of an installation: what each brings, and who needs it.",
 }
 SECTIONS = {
     "verl_server.server.dialects.sglang.routes": "Generation",
@@ -72,8 +85,8 @@ class Page:
     def add(self, *parts: str) -> None:
         self._parts += parts
 
-    def add_class(self, cls: Class, *, level: str = "##", inherited: bool = False) -> None:
-        """A class: if it is data its fields and properties, else its public methods."""
+    def add_class(self, cls: Class, *, level: str = "##", inherited: bool = False, constructor: bool = True) -> None:
+        """A class: if it is data its fields and properties, else its public methods, and the constructor if wanted."""
         self._site.homes[cls.name] = self.name
         self.add(f"{level} {cls.name}", prose(cls.doc))
         methods = [method for method in cls.methods(inherited=inherited) if method.name not in INTERNAL_METHODS]
@@ -81,6 +94,8 @@ class Page:
             self.add_fields(cls.fields(), has_defaults=not cls.is_typed_dict)
             methods = [method for method in methods if method.signature.startswith("@property")]
         for method in methods:
+            if method.name == "__init__" and not constructor:
+                continue
             self.add_function(
                 method, cls.name if method.name == "__init__" else f"{cls.name}.{method.name}", level + "#"
             )
@@ -164,28 +179,60 @@ def settings_page(site: Site) -> None:
         "also has a `--no-` form."
     )
     page.add(table(("setting", "flag", "type", "default", "meaning"), [setting_row(f) for f in settings.fields()]))
+
+
+def commands_page(site: Site) -> None:
+    page = site.page("commands.md", "Commands")
+    cli = importlib.import_module("verl_server.cli.main")
+    trajectories = importlib.import_module("verl_server.cli.trajectories")
+    page.add(
+        "The package installs one program, `verl-server`, which is also `python -m verl_server`. The trainer is "
+        "`python -m verl_server.train.grpo`, also under torchrun. Other modules that run with `python -m` are "
+        "processes that these programs start. A boolean option also has a `--no-` form. `--help` lists the same."
+    )
+    page.add(f"```\n{cli.USAGE.strip()}\n```")
+    page.add("## verl-server serve", cli.SERVE_HELP, "Its options are the [settings](settings.md#serverargs).")
     for command, (module, name) in COMMANDS.items():
+        if command == "verl-server trajectories ls":
+            page.add("## verl-server trajectories", trajectories.HELP)
         cls = site.package.class_of(module, name)
         site.homes[name] = page.name
-        page.add(f"## {command}", prose(cls.doc), table(("option", "type", "default", "meaning"), options(site, cls)))
+        level = "###" if command.startswith("verl-server trajectories ") else "##"
+        rows = options(site, cls)
+        page.add(f"{level} {command}", prose(cls.doc), table(("option", "type", "default", "meaning"), rows))
+    page.add("## verl-server bench", prose(inspect.getdoc(cli.bench) or ""))
 
 
-def options(site: Site, cls: Class, prefix: str = "") -> list[tuple[str, ...]]:
-    """Rows of a command's options; those of nested classes follow with their prefix."""
+def options(site: Site, cls: Class, prefix: str = "", given: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
+    """Rows of a command's options; those of nested classes follow with their prefix.
+
+    `given`: defaults that the command sets in place of those of the class.
+    """
     rows: list[tuple[str, ...]] = []
     for field in cls.fields():
+        if given and field.name in given:
+            field = replace(field, default=given[field.name])
         name = field.name if field.option_name is None else field.option_name
         flag = f"--{prefix}{name.replace('_', '-')}"
         nested = [inner for c in field.classes if (inner := site.package.class_of(c.module, c.name)).is_data]
         if nested and nested[0].name == "ServerArgs":
             rows.append((f"`{flag}.SETTING`", "`ServerArgs`", "", cell(field.doc)))
         elif nested:
-            rows += options(site, nested[0], f"{prefix}{name.replace('_', '-')}." if name else prefix)
+            below = f"{prefix}{name.replace('_', '-')}." if name else prefix
+            rows += options(site, nested[0], below, keywords_of(field.default))
         elif field.type.startswith("Positional"):
             rows.append((f"`{field.name.upper()}`", code(field.type[11:-1]), default_of(field), cell(field.doc)))
         else:
             rows.append((f"`{flag}`", code(field.type), default_of(field), cell(field.doc)))
     return rows
+
+
+def keywords_of(default: str | None) -> dict[str, str]:
+    """Return the keyword arguments in the source of a default such as `Limits(max_turns=8)`."""
+    call = None if default is None else ast.parse(default, mode="eval").body
+    if not isinstance(call, ast.Call):
+        return {}
+    return {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is not None}
 
 
 def setting_row(field: Field) -> tuple[str, ...]:
@@ -315,6 +362,58 @@ def rollouts_page(site: Site) -> None:
     site.add_data(page, page.used)
 
 
+def agents_page(site: Site) -> None:
+    page = site.page("agents.md", "Agents")
+    home = "verl_server.rollout.agents"
+    page.add(
+        "How agents, programs, tools and environments are written: [agents](../agents.md). The command is "
+        "[verl-server rollout --agent](commands.md#verl-server-rollout---agent).",
+        "```python\nfrom verl_server.rollout.agents.run import arun_agents, run_agents\n"
+        "from verl_server.rollout.agents.types import AgentLimits, AgentTask, Server\n```",
+    )
+    for name in ("run_agents", "arun_agents"):
+        page.add_function(site.package.function(f"{home}.run", name), name)
+    for name in ("AgentTask", "Server", "AgentLimits", "AgentRun", "AgentEpisode"):
+        page.add_class(site.package.class_of(f"{home}.types", name))
+    session = site.package.class_of(f"{home}.types", "AgentSession")
+    page.add_class(session)
+    for method in session.methods():
+        if not method.signature.startswith("@property"):
+            page.add_function(method, f"AgentSession.{method.name}", "###")
+    page.add_class(site.package.class_of(f"{home}.gateway", "GuardedEnvironment"), constructor=False)
+    page.add_class(site.package.class_of("verl_server.rollout.environments.text", "TextEnvironment"))
+    page.add_class(site.package.class_of(f"{home}.tool_loop", "ToolLoop"))
+    site.add_data(page, page.used)
+
+
+def extras_page(site: Site) -> None:
+    page = site.page("extras.md", "Extras")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    page.add(
+        "`pip install 'verl-server[NAME]'` installs the packages of an extra beside those that every installation has. "
+        "Without an extra, whatever needs it names it in an error."
+    )
+    rows = [
+        (f"`{name}`", cell(" ".join(comment_above(text, name))), ", ".join(map(code, packages)))
+        for name, packages in extras.items()
+    ]
+    page.add(table(("extra", "who needs it", "packages"), rows))
+
+
+def comment_above(text: str, name: str) -> list[str]:
+    """Return the lines of the comment above `name = [` in pyproject.toml. Raise LookupError if there is none."""
+    lines = text.split("[project.optional-dependencies]")[1].splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"{name} = ["))
+    found: list[str] = []
+    while at and lines[at - 1].startswith("#"):
+        at -= 1
+        found.insert(0, lines[at].removeprefix("#").strip())
+    if not found:
+        raise LookupError(f"The extra {name} of pyproject.toml has no comment above it that says who needs it.")
+    return found
+
+
 # -- Markdown -----------------------------------------------------------------------------------------------
 
 
@@ -350,7 +449,16 @@ def default_of(field: Field) -> str:
 def build() -> dict[str, str]:
     """Path below docs/reference -> text, of all pages."""
     site = Site(Package(ROOT))
-    writers: list[Callable[[Site], None]] = [settings_page, http_page, fields_page, engines_page, rollouts_page]
+    writers: list[Callable[[Site], None]] = [
+        settings_page,
+        commands_page,
+        http_page,
+        fields_page,
+        engines_page,
+        rollouts_page,
+        agents_page,
+        extras_page,
+    ]
     for write in writers:
         write(site)
     index = ["<!-- Written by `make docs`. -->", "# Reference", "Generated from the code by `make docs`."]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import runpy
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,7 @@ from verl_server._version import __version__
 if TYPE_CHECKING:
     from verl_server.server_args import ServerArgs
 
-_USAGE = """\
+USAGE = """\
 usage: verl-server [--help] [--version] COMMAND [OPTIONS]
 
 The rollout server for agentic RL: serve a policy over HTTP, roll it out, train it, push the weights back.
@@ -42,6 +44,22 @@ A policy is trained by another one:  python -m verl_server.train.grpo --help
 """
 
 
+@dataclass(frozen=True)
+class WarmUpArgs:
+    """Compile the kernels of a server into the Triton cache (TRITON_CACHE_DIR), and end.
+
+    The options are those of serve, and two more: without a GPU, name the one on which the server will run with
+    --gpu-capability and --gpu-multiprocessors (9.0 and 132 for H100 SXM and H200).
+
+    Exit status: 0 when the kernels are in the cache, 1 after an error, 2 for wrong options.
+    """
+
+    gpu_capability: float | None = None
+    """CUDA capability of the GPU. None: that of the GPU of this machine."""
+    gpu_multiprocessors: int | None = None
+    """Number of multiprocessors of the GPU. None: that of the GPU of this machine."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status. A VerlServerError is printed as a message without a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -52,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "trajectories": _trajectories,
         "env": _env,
         "demo": _demo,
-        "bench": _bench,
+        "bench": bench,
     }
     if not args or args[0] in ("-h", "--help", "help"):
-        print(_USAGE, end="")
+        print(USAGE, end="")
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
         print(f"verl-server {__version__}")
@@ -81,23 +99,20 @@ def _serve(args: list[str]) -> int:
         _warn_of_visible_keys(args)
         run_server(server_args, lambda resolved: print(f"Ready: {resolved.url}", file=sys.stderr, flush=True))
 
-    return _with_server_args("serve", args, _SERVE_HELP, serve)
+    return _with_server_args("serve", args, SERVE_HELP, serve)
 
 
 def _warm_up(args: list[str]) -> int:
-    import argparse
+    import tyro
 
-    parser = argparse.ArgumentParser(prog="verl-server warm-up", add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu-capability", type=float)
-    parser.add_argument("--gpu-multiprocessors", type=int)
-    gpu, others = parser.parse_known_args(args)
+    gpu, others = tyro.cli(WarmUpArgs, args=args, return_unknown_args=True, add_help=False)
 
     def warm_up(server_args: ServerArgs) -> None:
         from verl_server.worker.startup.warm_up import warm_up
 
         print(warm_up(server_args, gpu.gpu_capability, gpu.gpu_multiprocessors))
 
-    return _with_server_args("warm-up", others, _WARM_UP_HELP, warm_up)
+    return _with_server_args("warm-up", others, inspect.getdoc(WarmUpArgs) or "", warm_up)
 
 
 def _with_server_args(command: str, args: list[str], description: str, run: Callable[[ServerArgs], None]) -> int:
@@ -140,16 +155,10 @@ def _unchecked(settings: type[ServerArgs]) -> type[ServerArgs]:
 def _nothing(settings: object) -> None: ...
 
 
-_SERVE_HELP = (
+SERVE_HELP = (
     "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are those of SGLang, OpenAI, Anthropic and vLLM."
     "\n\nExit status: 0 after SIGTERM or Ctrl-C, 1 if the server cannot start or its scheduler ended, 2 for wrong "
     "options."
-)
-_WARM_UP_HELP = (
-    "Compile the kernels of a server into the Triton cache (TRITON_CACHE_DIR), and end. The options are those of "
-    "serve. No GPU is needed: without one, name it with --gpu-capability and --gpu-multiprocessors (9.0 and 132 for "
-    "H100 SXM and H200)."
-    "\n\nExit status: 0 when the kernels are in the cache, 1 after an error, 2 for wrong options."
 )
 _ALIASES = {"--stream-output": "--incremental-streaming-output"}
 """Older names of SGLang's flags."""
@@ -208,8 +217,11 @@ def _delegate(command: str, module: str, args: list[str]) -> int:
     return int(status or 0)
 
 
-def _bench(args: list[str]) -> int:
-    """Run `benchmarks.NAME` for `bench NAME OPTIONS`. A checkout has the folder `benchmarks` beside the package."""
+def bench(args: list[str]) -> int:
+    """Run `benchmarks.NAME` for `verl-server bench NAME OPTIONS`, in the folder of a checkout.
+
+    `verl-server bench` lists the names, and `verl-server bench NAME --help` the options of one.
+    """
     name = args[0] if args and not args[0].startswith("-") else ""
     sys.path.insert(0, "")
     if importlib.util.find_spec("benchmarks") is None:

@@ -30,7 +30,7 @@ from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled
 from verl_server.watch.recorded import Recorded, read_recorded, recorded_files
 from verl_server.watch.viewer import ColorBy, TokenText, render
 
-_HELP = """\
+HELP = """\
 List, show and count the trajectories that a rollout, an agent run, a demo or a training run recorded.
 
 Examples:
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         | Annotated[Repair, subcommand("repair")],  # type: ignore[arg-type]
         args=argv,
         prog="verl-server trajectories",
-        description=_HELP,
+        description=HELP,
     )
     console = Console()
     if isinstance(command, Repair):

@@ -92,7 +92,7 @@ class TrainArgs:
     model_path: str
     """Model folder or hub id with the initial weights of the policy."""
     env_url: Annotated[str | None, tyro.conf.arg(aliases=("--environment",))] = None
-    """URL of an environment server (OpenEnv's protocol). Required without --agent."""
+    """URL of an environment server (OpenEnv's protocol). Required without --agent. --environment is the same option."""
     agent: str | None = None
     """MODULE:function or FILE.py:function, an `async def (session, task)`, or the command of a program, in quotes. It
     plays the episodes through sessions of the rollout server. Default: the built-in loop."""

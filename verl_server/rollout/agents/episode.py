@@ -64,12 +64,14 @@ class End(Exception):
 
 @dataclass
 class Progress:
-    """The episodes that run now, for a live display."""
+    """The episodes that run now, for a live display. Pass one to `run_agents`, and read it while the run goes on."""
 
     running: int = 0
+    """Number of episodes that run now."""
     began: float | None = None
     """`time.monotonic` at the start of the first episode."""
     referees: set[Referee] = field(default_factory=set)
+    """The environments of these episodes, as the runner sees them."""
 
     @property
     def in_environment(self) -> int:

@@ -94,15 +94,22 @@ async def arun_agents(
 ) -> AgentRun:
     """Play each task `group_size` times, every episode in a session of its own.
 
-    `agent` is an async function `(session, task)`, or the command of a program as a list. Without `servers`, a server
-    for `model_path` is launched with a random key. `reward` is a function of the ended episode, "environment" (the sum
-    of the rewards that the runner saw) or "exit" (1.0 for exit code 0, else 0.0). `retries` bounds the further
-    attempts of an episode without a reward. `sampling_params` hold for requests that set none of their own,
-    `forced_sampling_params` for all; `forced_mode` is what happens to a request that sets one of these to another value
-    (`session_types.ForcedMode`). `seed` and the places of task and member settle every session's seed.
-    `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run continues:
-    its settings must be equal, except those of `MAY_DIFFER`, and episodes that have ended are not played again.
-    `describe` is added to run.json and must be equal in a resumed run. `notice` logs the first episode without a
+    `agent` is an async function `(session, task)`, or the command of a program as a list. `servers` share the
+    sessions: a new one goes to the server with the fewest. Without `servers`, a server for `model_path` is launched
+    with a random key. `environment` makes the environment of an episode from its task. `reward` is a function of
+    the ended episode, "environment" (the sum of the rewards that the runner saw) or "exit" (1.0 for exit code 0,
+    else 0.0).
+
+    `limits` bound one episode, `max_concurrency` the episodes at one time, and `retries` the further attempts of an
+    episode without a reward. `sampling_params` hold for requests that set none of their own,
+    `forced_sampling_params` for all. A request that sets one of these to another value is sampled with the forced
+    one, which its turn records, or refused (`forced_mode`: "override", "refuse"). `seed` and the places of task and
+    member settle every session's seed. `pass_env` names variables that a program receives beside its own.
+
+    `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run
+    continues: its settings must be equal, except those that docs/runs.md lists, and episodes that have ended are
+    not played again. `describe` is added to run.json and must be equal in a resumed run. `on_finish` is called with
+    each attempt that has ended, and `progress` counts what runs now. `notice` logs the first episode without a
     sampled token; pass the same one to log once over several calls.
 
     Raise BadRequestError for input that cannot work, and if a server generates for callers without a key, unless

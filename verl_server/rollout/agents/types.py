@@ -37,13 +37,17 @@ class Server:
     """A rollout server and an owner's key of it."""
 
     url: str
+    """URL of the server, without a path: http://HOST:PORT."""
     api_key: str = field(repr=False)
     """The server's API key or admin key. No agent receives it."""
 
 
 @dataclass(frozen=True)
 class AgentLimits:
-    """Bounds of one episode. Times are in seconds. An episode that reaches a bound of its session is scored."""
+    """Bounds of one episode. Times are in seconds. An episode that reaches a bound of its session is scored.
+
+    None is no bound. Bounds of processes and files are for agents that are programs.
+    """
 
     max_turns: int | None = None
     """Most generations. The episode ends as MAX_TURNS."""
@@ -92,6 +96,7 @@ class AgentSession:
     """The argument of an agent: the addresses and the key of the agent's session, and the environment."""
 
     session_id: str
+    """Id of the session on the server."""
     base_url: str
     """Base URL for OpenAI clients."""
     anthropic_base_url: str
@@ -138,6 +143,7 @@ class AgentEpisode:
     """One attempt of an agent at a task."""
 
     task: AgentTask
+    """The task that the attempt played."""
     index: int
     """Number of the task, which is the number of its group."""
     member: int
@@ -147,10 +153,13 @@ class AgentEpisode:
     seed: int
     """Seed of the session's samples."""
     session: str = ""
+    """Id of the session, "" if none was created."""
     server: str = ""
     """URL of the session's server."""
     reason: StopReason | None = None
+    """Reason for the end, None before it."""
     error: str | None = None
+    """Cause of a failure, None if the attempt did not fail."""
     exit_code: int | None = None
     """Exit code of a program. A negative code is the signal that ended it."""
     result: Any = None
@@ -158,12 +167,15 @@ class AgentEpisode:
     output: str = ""
     """The last lines that a program wrote."""
     reward: float | None = None
+    """Reward of the attempt, None if it has none: it failed, or its end is not the policy's."""
     environment_reward: float | None = None
     """Sum of the rewards that the runner saw in the environment, None without an environment."""
     seconds: float = 0.0
+    """Time that the attempt took."""
     tokens: int = 0
     """Sampled tokens."""
     turns: int = 0
+    """Generations of the session."""
     final: bool = False
     """True if no other attempt follows."""
     trajectory: SessionTrajectory | None = None
@@ -199,6 +211,7 @@ class AgentRun:
     trajectories: list[Trajectory]
     """The branches of the final attempts, in the order of tasks and members. A resumed run includes earlier ones."""
     seconds: float
+    """Time that the call took."""
 
     @property
     def unsampled(self) -> int:

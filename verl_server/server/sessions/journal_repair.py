@@ -8,15 +8,17 @@ records of later files stay; `restart.restore` leaves out the sessions that need
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import tyro
+from tyro.conf import Positional
 
 from verl_server.errors import BadRequestError
 from verl_server.files.durable import flush, write_file
@@ -121,19 +123,23 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-_HELP = (
-    "Repair the session store of a server that has ended: give up what a damaged file lost, and keep a copy of it. "
-    "Exit status: 0 if all records are whole or the store was repaired, 1 if --check found damage or after an error, 2 "
-    "for wrong options."
-)
+@dataclass(frozen=True)
+class RepairArgs:
+    """Repair the session store of a server that has ended: give up what a damaged file lost, and keep a copy of it.
+
+    Exit status: 0 if all records are whole or the store was repaired, 1 if --check found damage or after an error, 2
+    for wrong options.
+    """
+
+    folder: Positional[Path]
+    """Folder of --session-store."""
+    check: bool = False
+    """Report the damage only, and change nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Report the damage of a store, and repair it unless `--check` is given. Return 1 if damage is left."""
-    parser = argparse.ArgumentParser(prog="verl-server trajectories repair", description=_HELP)
-    parser.add_argument("folder", type=Path, help="folder of --session-store")
-    parser.add_argument("--check", action="store_true", help="report the damage only, and change nothing")
-    args = parser.parse_args(argv)
+    args = tyro.cli(RepairArgs, args=argv, prog="verl-server trajectories repair")
     with locked(args.folder):
         found = find_damage(args.folder)
         header = _header(args.folder)
