@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 PAGE = ROOT / "docs" / "compatibility.md"
 TESTS = {
-    "clients": ("test_openai.py", "test_anthropic.py"),
+    "clients": ("test_openai.py", "test_anthropic.py", "test_published_types.py"),
     "frameworks": (
         "test_sglang_adapter.py",
         "test_verl.py",

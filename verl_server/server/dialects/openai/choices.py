@@ -90,7 +90,7 @@ class Choices(abc.ABC):
             "model": self._model,
             "choices": choices,
             "usage": self.usage(states),
-            "metadata": weight_versions(states),
+            "metadata": answer_metadata(states),
         } | await self.response_fields(states)
         if self._body.return_cached_tokens_details:
             details = {"device": sum(state.cached_tokens for state in states[:: self._body.n]), "host": 0}
@@ -133,7 +133,7 @@ class Choices(abc.ABC):
         if not done:
             return frame
         reason = orjson.dumps(finish_fields(state, self.finish_type(index, state)))[1:-1]
-        metadata = b',"metadata":' + orjson.dumps(weight_versions([state]))
+        metadata = b',"metadata":' + orjson.dumps(answer_metadata([state]))
         if state.session is not None:
             reason += b',"meta_info":' + orjson.dumps({"session": state.session})
         return b"%b%b%b,%b}]%b%b}\n\n" % (frame, progress.head, self.last, reason, metadata, tail)
@@ -213,19 +213,22 @@ class TextChoices(Choices):
 
 
 def finish_fields(state: ReqState, finish_type: str | None) -> dict[str, Any]:
-    """Return the finish reason, and what ended the sample in SGLang's field (`matched_stop`) and in vLLM's.
+    """Return the finish reason, what ended the sample, and the weight versions of its tokens.
 
-    vLLM's `stop_reason` is null for a token that ends every output, such as EOS.
+    What ended it stands in SGLang's field (`matched_stop`) and in vLLM's (`stop_reason`), which is null for a token
+    that ends every output, such as EOS.
     """
     reason = state.finish_reason
     matched = None if reason is None else reason.matched
     asked = isinstance(matched, str) or matched in (state.req.sampling.stop_token_ids or ())
-    return {"finish_reason": finish_type, "matched_stop": matched, "stop_reason": matched if asked else None}
-
-
-def weight_versions(states: Sequence[ReqState]) -> dict[str, Any]:
-    """Return the `metadata` of an answer: the weight version at its end, and the spans of the output tokens."""
     return {
-        "weight_version": states[0].weight_version,
-        "weight_versions": [span for state in states for span in state.weight_versions],
+        "finish_reason": finish_type,
+        "matched_stop": matched,
+        "stop_reason": matched if asked else None,
+        "weight_versions": state.weight_versions,
     }
+
+
+def answer_metadata(states: Sequence[ReqState]) -> dict[str, str]:
+    """Return the `metadata` of an answer: the weight version at its end. OpenAI's type has texts as values only."""
+    return {"weight_version": states[0].weight_version}

@@ -31,11 +31,15 @@ def openai_error(error: VerlServerError, fields: Iterable[str] = ()) -> Response
 
 
 def error_content(error: VerlServerError, fields: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the body of an error response, or of the frame that ends a stream."""
+    """Return the body of an error response, or of the frame that ends a stream.
+
+    The outer `code` is SGLang's, a number. The inner one is OpenAI's, whose type is a text or null.
+    """
     message = str(error)
     kind = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     param = "model" if isinstance(error, ModelNotFoundError) else error_param(message, fields)
-    return responses.error_content(error, kind, param)
+    content = responses.error_content(error, kind, param)
+    return content | {"error": content["error"] | {"code": error.code}}
 
 
 def error_param(message: str, fields: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ import orjson
 
 from verl_server.chat.output import ContentDelta, Delta, OutputParser, ToolCallDelta
 from verl_server.errors import VerlServerError
-from verl_server.server.dialects.openai.choices import weight_versions
+from verl_server.server.dialects.openai.choices import answer_metadata
 from verl_server.server.dialects.openai.logprobs import LogprobWriter
 from verl_server.server.dialects.openai.responses_items import Event, OutputItems
 from verl_server.server.dialects.openai.responses_request import ReadResponse
@@ -41,7 +41,7 @@ class ResponseAnswer:
         top = (request.top_logprobs or 0) if request.wants_logprobs else None
         self._logprobs = LogprobWriter(texts, chat, top)
         self._items = OutputItems(call_seed)
-        self._created = time.time()
+        self._created = int(time.time())
         self._number = 0
         self._chars = 0
         """Characters that were parsed."""
@@ -67,7 +67,7 @@ class ResponseAnswer:
             async for _, updated in generation.updates():
                 if events := await self._progress(updated):
                     yield self._frames(events)
-            yield self._frames([(self._status(state), {"response": self._object(state)})])
+            yield self._frames([(self._ending(state), {"response": self._object(state)})])
         except VerlServerError as error:
             failed = self._object(None, state) | {"status": "failed", "error": _error(error)}
             yield self._frames([("failed", {"response": failed})])
@@ -81,7 +81,7 @@ class ResponseAnswer:
         self._chars = max(self._chars, len(text))
         if not done:
             return events
-        return [*events, *self._add(self._parser.finish()), *self._items.close(self._status(state))]
+        return [*events, *self._add(self._parser.finish()), *self._items.close(self._ending(state))]
 
     async def _parse_tokens(self, state: ReqState, text: str, end: int) -> list[Event]:
         """Parse the text of the tokens up to `end`, one by one, so that content has the entries of its own tokens.
@@ -128,9 +128,15 @@ class ResponseAnswer:
                 entries = b""
         return events
 
-    def _status(self, state: ReqState) -> str:
+    def _ending(self, state: ReqState) -> str:
+        """Return the status of the last item, which is also the name of the stream's last event."""
         reason = state.finish_reason
         return "completed" if reason is not None and reason.type == "stop" else "incomplete"
+
+    def _status(self, state: ReqState) -> str:
+        """Return the status of the response. OpenAI has a status for an aborted one, but no event."""
+        reason = state.finish_reason
+        return "cancelled" if reason is not None and reason.type == "abort" else self._ending(state)
 
     def _object(self, state: ReqState | None, begun: ReqState | None = None) -> dict[str, Any]:
         """Return the response object of the ended sample `state`, or else of the running sample `begun`."""
@@ -141,10 +147,9 @@ class ResponseAnswer:
         metadata = dict(request.metadata or {})
         details = None
         if state is not None:
-            metadata["weight_version"] = weight_versions([state])["weight_version"]
+            metadata |= answer_metadata([state])
             if status == "incomplete":
-                reason = state.finish_reason.type if state.finish_reason is not None else "abort"
-                details = {"reason": "max_output_tokens" if reason == "length" else reason}
+                details = {"reason": "max_output_tokens"}
         sampling = ended.req.sampling
         session = {} if ended.session is None else {"meta_info": {"session": ended.session}}
         return (
@@ -154,7 +159,7 @@ class ResponseAnswer:
                 "id": request.request_id or f"resp_{ended.call_seed.replace('/', '_') or ended.rid}",
                 "object": "response",
                 "created_at": self._created,
-                "completed_at": None if state is None else time.time(),
+                "completed_at": None if state is None else int(time.time()),
                 "status": status,
                 "background": False,
                 "error": None,
@@ -168,7 +173,7 @@ class ResponseAnswer:
                 "previous_response_id": None,
                 "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
                 "service_tier": "default",
-                "store": False,
+                "store": ended.session is not None,
                 "temperature": sampling.temperature,
                 "top_logprobs": request.top_logprobs or 0,
                 "top_p": sampling.top_p,
@@ -190,5 +195,6 @@ def _usage(state: ReqState) -> dict[str, Any]:
 
 
 def _error(error: VerlServerError) -> dict[str, Any]:
-    code = error.code or ("server_error" if error.status_code >= 500 else "invalid_prompt")
-    return {"code": code, "message": str(error)}
+    """Return the `error` of a failed response. OpenAI's `code` is one of a list, so our own name is its `type`."""
+    code = "server_error" if error.status_code >= 500 else "invalid_prompt"
+    return {"code": code, "message": str(error), "type": error.code}
