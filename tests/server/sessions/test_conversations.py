@@ -264,7 +264,8 @@ def test_a_response_follows_the_one_that_it_names(stack: Stack) -> None:
     session.says("one", "two", "three")
     first = session.post("/v1/responses", input="a", instructions="Be short.").json()
     second = session.post("/v1/responses", input="b", previous_response_id=first["id"]).json()
-    session.post("/v1/responses", input="c", previous_response_id=second["id"], store=True)
+    third = session.post("/v1/responses", input="c", previous_response_id=second["id"], store=True).json()
+    assert third["store"] is first["store"] is True
     (branch,) = session.trajectory()["branches"]
     assert len(branch["turns"]) == 3
     headers = {"Authorization": f"Bearer {session.key}"}

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.dialects.openai.conftest import Caller
+from tests.server.dialects.openai.conftest import MESSAGES, Caller
 from tests.server.dialects.openai.test_tools import CALL, thinking
 from verl_server.messages.io_struct import FinishReason
 
@@ -46,6 +46,19 @@ def test_a_response(call: Caller, client: openai.OpenAI) -> None:
     assert (response.usage.input_tokens, response.usage.output_tokens) == (len(call.sent().input_ids), 7)
     prompt = call.text.decoder(False)(call.sent().input_ids)
     assert prompt == "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_store_is_accepted_and_nothing_is_stored(call: Caller) -> None:
+    call.says("Hello!")
+    for stored in (True, False, None):
+        response = call.post("/v1/responses", input="hi", store=stored)
+        assert response["store"] is False
+        chat = call.chat(store=stored)
+        first, *others = call.stream("/v1/chat/completions", messages=MESSAGES, store=stored)
+        assert chat.get("store") is first.get("store") is (None if stored is None else False)
+        assert not any("store" in frame for frame in others)
+    refusal = call.refusal("/v1/responses", input="x", previous_response_id=response["id"])
+    assert "stored in sessions only" in refusal["message"]
 
 
 def test_a_cut_response_is_incomplete(call: Caller, client: openai.OpenAI) -> None:
@@ -141,7 +154,6 @@ def test_formats(call: Caller, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"store": True}, "store=true"),
         ({"previous_response_id": "x"}, "previous_response_id"),
         ({"conversation": "x"}, "conversation"),
         ({"background": True}, "background"),

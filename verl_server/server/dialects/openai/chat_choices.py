@@ -54,6 +54,8 @@ class ChatChoices(Choices):
             fields["prompt_token_ids"] = states[0].prompt_ids
         if self._body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = orjson.Fragment(await self._logprobs.prompt_logprobs(states[0]))
+        if self._chat.store is not None:
+            fields["store"] = states[0].session is not None
         ids: dict[str, Any] = {}
         if self._chat.return_input_ids_in_sglext:
             ids["input_ids"] = states[0].prompt_ids
@@ -111,7 +113,12 @@ class ChatChoices(Choices):
         return b'"delta":{%b},"logprobs":%b%b' % (content or b'"content":""', logprobs, ids)
 
     def first_fields(self, state: ReqState) -> bytes:
-        return b',"prompt_token_ids":' + orjson.dumps(state.prompt_ids) if self._returns_prompt else b""
+        fields: dict[str, Any] = {}
+        if self._returns_prompt:
+            fields["prompt_token_ids"] = state.prompt_ids
+        if self._chat.store is not None:
+            fields["store"] = state.session is not None
+        return b"," + orjson.dumps(fields)[1:-1] if fields else b""
 
     def _delta(self, state: ReqState, piece: str) -> bytes:
         """Return the fields of a delta with the next text of a sample, or b"" if there is none."""

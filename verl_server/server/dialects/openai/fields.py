@@ -46,7 +46,6 @@ _WITHOUT_EFFECT = ACCEPTED_HINTS | {
     "user": "it names the caller to OpenAI",
     "safety_identifier": "it names the caller to OpenAI",
     "metadata": "nothing is stored",
-    "store": "nothing is stored",
     "service_tier": "there is one class of service",
     "length_penalty": "only beam search uses it, which is refused",
     "guided_decoding_backend": "there is one library of grammars",
@@ -63,7 +62,7 @@ COMPLETION_REFUSED = _REFUSED | {
     "prompt_embeds": "send text or token ids",
     "modalities": _NO_MEDIA,
 }
-COMPLETION_WITHOUT_EFFECT = _WITHOUT_EFFECT
+COMPLETION_WITHOUT_EFFECT = _WITHOUT_EFFECT | {"store": "nothing is stored"}
 
 CHAT_REFUSED = _REFUSED | {
     "functions": "use tools",

@@ -296,6 +296,9 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """Return the reasoning as `reasoning_content` (SGLang) and `reasoning` (vLLM) instead of in the content."""
     stream_reasoning: bool = True
     """Stream the reasoning as it arrives, instead of in one piece."""
+    store: bool | None = None
+    """Accepted. A session stores every chat, and nothing else stores any. With `store`, the answer, or the first chunk of
+    a choice, has `store`, which says whether this chat is stored."""
     include_reasoning: bool = True
     """Return the reasoning. If false, it is removed from the message."""
     reasoning_effort: str | float | None = None

@@ -113,8 +113,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_logprobs: int | None = None
     """Number of most likely candidates for each position of the log-probabilities."""
     store: bool | None = None
-    """True is served in sessions, which store every response. Null means false elsewhere, although it means true at
-    OpenAI."""
+    """Accepted. A session stores every response, and nothing else stores any. `store` of the answer says whether this
+    response is stored."""
     previous_response_id: str | None = None
     """In a session: the response that `input` follows. Its instructions and tools stay."""
     truncation: Literal["auto", "disabled"] | None = None
@@ -186,10 +186,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         """Raise BadRequestError for values that the types of the fields permit, but this server does not."""
         if self.previous_response_id is not None and not in_session:
             raise BadRequestError(f"previous_response_id is not supported here: {_NO_STORE}.")
-        if self.store and not in_session:
-            raise BadRequestError(
-                f"store=true is not supported here: {_NO_STORE}, and leave `store` out or set it to false."
-            )
         at_least(1, "max_output_tokens", self.max_output_tokens)
         at_least(0, "top_logprobs", self.top_logprobs)
         metadata = self.metadata or {}
