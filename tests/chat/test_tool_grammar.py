@@ -235,10 +235,8 @@ def test_any_json_is_a_schema_and_begins_like_a_call(name: str) -> None:
 @pytest.mark.parametrize(
     ("tools", "choice", "options", "says"),
     [
-        (TOOLS, REQUIRED, {"schema": ANSWER}, "excludes response_format"),
-        (TOOLS, ToolChoice("required", "get"), {"schema": True}, "excludes response_format"),
-        (TOOLS, REQUIRED, {"constraint": "regex"}, "excludes response_format"),
-        (TOOLS, REQUIRED, {"constraint": "structural_tag"}, "excludes response_format"),
+        (TOOLS, REQUIRED, {"constraint": "regex"}, r"in another way \(regex\)"),
+        (TOOLS, REQUIRED, {"constraint": "structural_tag"}, r"in another way \(structural_tag\)"),
         (TOOLS, AUTO, {"constraint": "regex"}, r"constrained \(regex\).*JSON schema.*tool_choice to \"none\""),
         (TOOLS, AUTO, {"constraint": "ebnf"}, "tool_choice to"),
         (TOOLS, AUTO, {"constraint": "json_schema"}, "tool_choice to"),
@@ -247,6 +245,14 @@ def test_any_json_is_a_schema_and_begins_like_a_call(name: str) -> None:
 def test_what_cannot_combine(tools: Any, choice: ToolChoice, options: Any, says: str) -> None:
     with pytest.raises(BadRequestError, match=says):
         output_grammar(tools, choice, OutputFormat("hermes", "none"), **options)
+
+
+@pytest.mark.parametrize("choice", [REQUIRED, ToolChoice("required", "get")])
+@pytest.mark.parametrize("schema", [ANSWER, True])
+def test_a_forced_call_leaves_no_answer_that_a_schema_could_constrain(choice: ToolChoice, schema: Any) -> None:
+    for name in GOOD:
+        format = OutputFormat(name, "mistral")
+        assert grammar_of(TOOLS, choice, format, schema=schema) == grammar_of(TOOLS, choice, format)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ _PLAIN_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _ANSWER = "the answer's schema"
 """Owner of the schema of the answer, in errors."""
 _FORCED_AND_OTHER = (
-    "tool_choice requires a tool call, which excludes response_format and other constraints of the output: leave one "
-    "of them out."
+    "tool_choice requires a tool call, and the output is constrained in another way ({constraint}): leave one of them "
+    "out. A JSON schema may stay: it concerns the answer, which such an output does not have."
 )
 _OFFERED_AND_OTHER = (
     "The output is constrained ({constraint}), and `tools` offers calls, which such a constraint excludes. Use a JSON "
@@ -50,20 +50,21 @@ def output_grammar(
     | choice | schema | grammar |
     |---|---|---|
     | required | no | calls |
-    | required | yes | refused, like any other constraint |
+    | required | yes | calls: the schema concerns the answer, and there is none |
     | auto | no | none |
     | auto | yes | calls, or an answer of the schema |
     | none, or no tools | yes | an answer of the schema |
 
-    With auto, other constraints are refused, except `structural_tag`, which describes calls and leaves other text free.
+    Beside tools, other constraints are refused, except a `structural_tag` with auto: it describes calls and leaves other
+    text free. OpenAI and vLLM accept `response_format` beside a forced call, and return the call.
 
     `parallel` permits several calls. With `thinking_open` the prompt ends inside the reasoning, which the output then
     must close. `special_tokens`: tag -> id, for the tags of the format that are single tokens of the tokenizer, because
     a grammar distinguishes them from text. Raise BadRequestError for what cannot be combined or written.
     """
     is_offered = bool(tools) and choice.mode == "auto"
-    if choice.is_forced and (schema is not None or constraint is not None):
-        raise BadRequestError(_FORCED_AND_OTHER)
+    if choice.is_forced and constraint is not None:
+        raise BadRequestError(_FORCED_AND_OTHER.format(constraint=constraint))
     if is_offered and constraint not in (None, "structural_tag"):
         raise BadRequestError(_OFFERED_AND_OTHER.format(constraint=constraint))
     if constraint is not None or (schema is None and not choice.is_forced):
@@ -72,7 +73,7 @@ def output_grammar(
     parts: list[str] = []
     if choice.is_forced or is_offered:
         parts.append(_calls(lark, tools, choice, format, parallel))
-    if schema is not None:
+    if schema is not None and not choice.is_forced:
         if is_offered:
             _check_answer(schema, format)
         parts.append(lark.json(_ANSWER, {} if schema is True else schema))

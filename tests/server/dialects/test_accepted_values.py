@@ -82,7 +82,11 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [*OPENAI, *CHATS],
     "/v1/responses": [
         *({"max_output_tokens": 4.0}, {"temperature": "0.5"}, {"truncation": "auto"}, {"truncation": "disabled"}),
-        *({"truncation": None}, {"reasoning": {"effort": None, "summary": "auto", "generate_summary": None}}),
+        *(
+            {"truncation": None},
+            {"store": True},
+            {"reasoning": {"effort": None, "summary": "auto", "generate_summary": None}},
+        ),
         *({"reasoning": {}}, {"reasoning": None}, {"text": {"format": None, "verbosity": None}}, {"text": {}}),
         *({"text": {"format": {"type": "text"}, "verbosity": "medium"}}, {"include": []}, {"include": None}),
         *({"include": ["file_search_call.results", "web_search_call.action.sources"]}, {"max_tool_calls": 3}),
@@ -145,7 +149,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"tools": [{"type": "function", "function": FUNCTION | {"parameters": {"type": "array"}}}]},
     ],
     "/v1/responses": [
-        *({"truncation": "some"}, {"text": {"verbosity": "low"}}, {"include": ["all"]}, {"store": True}),
+        *({"truncation": "some"}, {"text": {"verbosity": "low"}}, {"include": ["all"]}),
         *({"metadata": {"a": 1}}, {"background": True}, {"max_output_tokens": 1.5}),
     ],
     "/v1/messages": [{"max_tokens": 1.5}, {"max_tokens": True}, {"max_tokens": None}, {"mcp_servers": [{}]}],

@@ -157,6 +157,6 @@ def read_chat_prompt(
         keeps_special_tokens=any(map(text.tokens.is_special, tag_ids.values())),
         types=parameter_types(offered) if format.needs_types else {},
         grammar=grammar,
-        calls_first=schema is not None and bool(offered),
+        calls_first=schema is not None and bool(offered) and not choice.is_forced,
     )
     return ChatPrompt(input_ids, unused, output, next)

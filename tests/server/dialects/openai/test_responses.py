@@ -196,5 +196,5 @@ def test_a_format_beside_tools_leaves_the_choice(call: Caller, client: openai.Op
         assert "<tool_call>" in call.sent().grammar and '\\"sum\\"' in call.sent().grammar
         *_, last = client.responses.create(**body, stream=True)
         assert last.type == "response.completed" and [each.type for each in last.response.output] == [kind]
-    refusal = call.refusal("/v1/responses", **body, tool_choice="required")
-    assert "excludes response_format" in refusal["message"]
+    forced = client.responses.create(**body, tool_choice="required")
+    assert forced.output[0].type == "function_call" and "sum" not in call.sent().grammar

@@ -95,7 +95,7 @@ def test_forced_calls_are_constrained(call: Caller, choice: Any) -> None:
     (answer,) = call.chat(tools=[TOOL], tool_choice=choice)["choices"]
     assert answer["finish_reason"] == "tool_calls" and "add" in call.sent().grammar
     refusal = call.refusal(CHAT, messages=MESSAGES, tools=[TOOL], tool_choice=choice, regex="a+")
-    assert "excludes response_format" in refusal["message"]
+    assert "in another way (regex)" in refusal["message"]
 
 
 def test_earlier_calls_are_rendered(call: Caller) -> None:
@@ -197,10 +197,13 @@ def test_every_name_of_a_schema_may_stand_beside_tools(call: Caller, fields: dic
         answer = call.chat(tools=[TOOL], tool_choice=choice, **fields)
         assert answer["choices"][0]["message"]["content"] == '{"sum": 5}'
         assert ("<tool_call>" in call.sent().grammar) == offered
-    assert (
-        "excludes response_format"
-        in call.refusal(CHAT, messages=MESSAGES, tools=[TOOL], tool_choice="required", **fields)["message"]
-    )
+    call.says(CALL)
+    for forced in ("required", {"type": "function", "function": {"name": "add"}}):
+        (choice,) = call.chat(tools=[TOOL], tool_choice=forced, **fields)["choices"]
+        assert choice["message"]["tool_calls"] and "sum" not in call.sent().grammar
+        beside = call.sent().grammar
+        call.chat(tools=[TOOL], tool_choice=forced)
+        assert call.sent().grammar == beside
 
 
 @pytest.mark.parametrize(
@@ -268,6 +271,31 @@ def test_constraints(call: Caller, fields: dict[str, Any]) -> None:
     for answer in (call.complete, call.chat):
         answer(**fields)
         assert call.sent().grammar
+
+
+SAME: list[dict[str, Any]] = [
+    {"structured_outputs": {"json": ANSWER}, "guided_json": json.dumps(ANSWER, indent=1)},
+    {"structured_outputs": {"regex": "a+"}, "guided_regex": "a+", "regex": "a+"},
+    {"structured_outputs": {"choice": ["a", "b"]}, "guided_choice": ["a", "b"]},
+    {"structured_outputs": {"grammar": 'root ::= "a"'}, "guided_grammar": 'root ::= "a"', "ebnf": 'root ::= "a"'},
+    {"structured_outputs": {"json_object": True}, "response_format": {"type": "json_object"}},
+]
+OTHER: dict[str, Any] = {
+    "guided_json": {"type": "null"}, "guided_regex": "b", "guided_choice": ["c"], "guided_grammar": 'root ::= "c"',
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SAME, ids=str)
+def test_the_new_field_of_vllm_beside_the_older_ones(call: Caller, fields: dict[str, Any]) -> None:
+    for path, answer in (("/v1/completions", call.complete), (CHAT, call.chat)):
+        answer(**fields)
+        assert call.sent().grammar
+        older = next(name for name in fields if name in OTHER)
+        for name in (older, "guided_regex" if older != "guided_regex" else "guided_json"):
+            different = {**fields, name: OTHER[name]}
+            message = call.refusal(path, **different, prompt="a", messages=MESSAGES)["message"]
+            assert "`structured_outputs`" in message and f"`{name}`" in message and "differently" in message
 
 
 def test_text_is_no_constraint(call: Caller) -> None:

@@ -29,15 +29,28 @@ _OPTIONS = frozenset({"disable_any_whitespace", "disable_additional_properties",
 def constraint(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the one constraint of a request as {name of the sampling parameter: value}, or {} if there is none.
 
-    `given` holds the values of the fields `CONSTRAINTS`. Raise BadRequestError if a field is wrong, or if several
-    fields have a constraint.
+    `given` holds the values of the fields `CONSTRAINTS`. Several fields may have the same constraint: clients of vLLM
+    send the new field and the older one, for servers of both ages. Raise BadRequestError if a field is wrong, or if
+    several fields have different constraints.
     """
     found = {name: _READ[name](name, value) for name, value in given.items() if value is not None and value != ""}
     found = {name: params for name, params in found.items() if params}
-    if len(found) > 1:
+    first = next(iter(found.values()), {})
+    if any(_meaning(params) != _meaning(first) for params in found.values()):
         names = " and ".join(f"`{name}`" for name in found)
-        raise BadRequestError(f"{names} both constrain the output: set at most one of them.")
-    return next(iter(found.values()), {})
+        raise BadRequestError(f"{names} constrain the output differently: set only one of them, or all to the same.")
+    return first
+
+
+def _meaning(params: dict[str, str]) -> Any:
+    """Return a constraint in a form that does not depend on how its JSON is written."""
+    ((name, text),) = params.items()
+    if name in ("json_schema", "structural_tag"):
+        try:
+            return name, json.loads(text)
+        except (ValueError, RecursionError):
+            return name, text  # refused later, with the reason
+    return name, text
 
 
 def response_format_schema(name: str, value: Any) -> dict[str, str]:
