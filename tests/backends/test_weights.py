@@ -229,6 +229,7 @@ def test_weights_from_a_process_group(fresh: Served) -> None:
 def test_memory(fresh: Served) -> None:
     fresh.adapter.abort_request(abort_all=True)
     assert eventually(lambda: _state(fresh)["num_running_reqs"] == 0, 60)
+    assert fresh.adapter.get_server_info()["enable_memory_saver"] == (fresh.engine == "embedded")
     if fresh.engine == "embedded":
         fresh.adapter.release_memory_occupation()
         fresh.adapter.resume_memory_occupation()

@@ -35,6 +35,7 @@ INFO: dict[str, Any] = {
     "pid": 0,
     "tp_rank": 0,
     "device_uuid": "",
+    "releases_memory": True,
 }
 Control = Callable[[Any], io.ControlReply | None]
 

@@ -162,6 +162,18 @@ class SchedulerInfo(TypedDict):
     """Settings and calls that the engine refuses; [] for the embedded engine."""
     logprobs_after_filters: bool
     """True if log-probabilities of output tokens are those after top-k, top-p and min-p."""
+    releases_memory: bool
+    """True if `release_memory_occupation` frees memory."""
+    attention_backend: NotRequired[str]
+    """Kernels of attention that rank 0 uses; with the embedded engine, like the next four."""
+    fused_kernels: NotRequired[bool]
+    """True if rank 0 uses this package's own kernels."""
+    disable_cuda_graph: NotRequired[bool]
+    """True if no step is replayed from a CUDA graph, for example on the CPU."""
+    disable_overlap_schedule: NotRequired[bool]
+    """True if each step is waited for before the next one is planned, for example on the CPU."""
+    disable_pdl: NotRequired[bool]
+    """True if no kernel begins before the one before it has ended."""
 
 
 class InternalState(TypedDict, total=False):
@@ -231,7 +243,7 @@ class InternalState(TypedDict, total=False):
 
 class ServerInfo(TypedDict, total=False):
     """Answer of `/server_info`: these fields, all settings of `ServerArgs` except the keys, and all of
-    `SchedulerInfo`."""
+    `SchedulerInfo`. Where a setting leaves a choice, or cannot be met, the field says what the server does."""
 
     model_path: str
     """Folder or hub id of the served model."""
@@ -254,13 +266,13 @@ class ServerInfo(TypedDict, total=False):
     dp_size: int
     """Always 1."""
     pp_size: int
-    """Always 1."""
+    """1, or the pipeline-parallel size of another engine."""
     ep_size: int
-    """Always 1."""
+    """1, or `tp_size` if another engine places experts on its ranks."""
     disaggregation_mode: str
     """Always "null"."""
     enable_memory_saver: bool
-    """Always True: memory can be released without a setting."""
+    """True if `release_memory_occupation` frees memory. The embedded engine needs no setting for it."""
     startup_time: float
     """Unix time of the start, in seconds."""
     version: str
@@ -286,10 +298,10 @@ class ModelInfo(TypedDict):
     """Version label of the served weights."""
     load_format: str
     """The setting `load_format`."""
-    reasoning_parser: None
-    """Always None."""
-    tool_call_parser: None
-    """Always None."""
+    reasoning_parser: str | None
+    """Format of the reasoning in outputs, by the setting or by the default chat template. None: none is recognized."""
+    tool_call_parser: str | None
+    """Format of the tool calls in outputs, like `reasoning_parser`."""
     disaggregation_mode: str
     """Always "null"."""
     has_image_understanding: bool

@@ -172,6 +172,12 @@ def scheduler_info(
         "device_uuid": device_uuid(runner.device),
         "unsupported": [],
         "logprobs_after_filters": False,
+        "releases_memory": True,
+        "attention_backend": runner.kernels.attention,
+        "fused_kernels": runner.kernels.fused,
+        "disable_cuda_graph": not runner.has_graphs,
+        "disable_overlap_schedule": not runner.overlaps,
+        "disable_pdl": not runner.kernels.pdl,
         "start": start.moments,
     }
 

@@ -49,9 +49,10 @@ class TextService:
         self.bounds = msgspec.convert(scheduler_info, ModelBounds)
         self.limits = Limits.of(server_args, self.bounds.context_length)
         self._setup = model_text.setup(self.limits, self.bounds)
-        format = _default_format(server_args, self._setup.templates)
+        self.format = _default_format(server_args, self._setup.templates)
+        """The formats of the output for the default chat template."""
         self._on_loop = TextTools(
-            model_text, self.limits, self.bounds, default_format=format, most_text=_MOST_TEXT_ON_LOOP
+            model_text, self.limits, self.bounds, default_format=self.format, most_text=_MOST_TEXT_ON_LOOP
         )
         count, timeout = server_args.text_workers, server_args.text_timeout
         self._short = TextWorkers(lambda: self._setup, count, timeout, niceness=0)
@@ -59,7 +60,9 @@ class TextService:
         self._grammar_setup = msgspec.structs.replace(self._setup, checks_grammars=True)
         bound = server_args.grammar_timeout
         workers = TextWorkers(lambda: self._grammar_setup, count, bound, _NICENESS_OF_LONG, GRAMMARS)
-        self.grammars = GrammarChecks(workers, _grammar_refusal(server_args, model_text))
+        refusal = _grammar_refusal(server_args, model_text)
+        self.constrains_outputs = refusal is None
+        self.grammars = GrammarChecks(workers, refusal)
         self._warned: set[str] = set()
 
     def on_loop(self, job: Job[R], body: bytes) -> R | None:

@@ -95,7 +95,7 @@ class ModelRunner:
         self.vocab_size = self.config.vocab_size
         self.context_length = _context_length(server_args, self.config)
         self.dtype = _compute_dtype(server_args, self.config, device)
-        self._choice = choice = choose_kernels(server_args, device, self.dtype, self.config, tp)
+        self.kernels = choice = choose_kernels(server_args, device, self.dtype, self.config, tp)
         paged = choice.attention == "triton"
         self._step_memory = StepMemory.of(self.config, tp.size, self.dtype, fused=choice.fused and device.type != "cpu")
         self.model = self._build(choice.ops(device))
@@ -141,6 +141,11 @@ class ModelRunner:
             keeps_weights=server_args.enable_weights_cpu_backup,
             is_alone=tp.size == 1,
         )
+
+    @property
+    def has_graphs(self) -> bool:
+        """True if steps may be replayed from CUDA graphs."""
+        return self._graphs is not None
 
     # -- one step ----------------------------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ class EngineInfo:
     """Names of the settings and calls that the engine refuses."""
     logprobs_after_filters: bool = False
     """True if log-probabilities of output tokens are those after top-k, top-p and min-p, if a request has these."""
+    releases_memory: bool = False
+    """True if the engine can free the memory of weights and KV cache."""
 
 
 @dataclass(slots=True)

@@ -73,6 +73,7 @@ def _scheduler_info(backend: Backend, driver: EngineDriver) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "unsupported": list(info.unsupported),
         "logprobs_after_filters": info.logprobs_after_filters,
+        "releases_memory": info.releases_memory,
         "num_parameters": backend.worker.num_parameters,
         "device": info.device,
         "dtype": info.dtype,

@@ -220,4 +220,5 @@ def _info(name: str, engine: Any) -> EngineInfo:
         prefill_chunk=config.scheduler_config.max_num_batched_tokens,
         unsupported=(*UNSUPPORTED, "profiles", "single tensors of a fused module outside a transaction"),
         logprobs_after_filters=True,
+        releases_memory=bool(model.enable_sleep_mode),
     )

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Stack
+from tests.server.conftest import MakeStack, Stack
+from tests.server.fake_scheduler import INFO
 from verl_server.messages import io_struct as io
 
 STATE: dict[str, Any] = {
@@ -70,10 +71,28 @@ def test_wrong_queries_are_named(module_stack: Stack, query: str) -> None:
 
 def test_server_info_has_what_external_engines_are_checked_for(loaded: Stack) -> None:
     info = loaded.get("/server_info").json()
-    assert info["enable_memory_saver"] is True, "sleep works always"
     assert (info["dp_size"], info["pp_size"], info["ep_size"], info["disaggregation_mode"]) == (1, 1, 1, "null")
     assert info["tokenizer_path"] == info["model_path"] == loaded.args.model_path
     assert "vllm_config" not in info
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_what_is_reported_is_what_the_server_does(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, releases: bool
+) -> None:
+    resolved = {"attention_backend": "cpp", "disable_cuda_graph": True, "disable_overlap_schedule": True}
+    for name, value in (resolved | {"releases_memory": releases}).items():
+        monkeypatch.setitem(INFO, name, value)
+    stack = make_stack(skip_tokenizer_init=not releases, tool_call_parser="llama3")
+    stack.manager.controls.model_path = "updated"
+    info = stack.get("/server_info?config_format=json").json()
+    assert {name: info[name] for name in resolved} == resolved
+    assert info["enable_memory_saver"] is info["vllm_config"]["model_config"]["enable_sleep_mode"] is releases
+    assert info["grammar_backend"] == ("llguidance" if releases else "none")
+    assert info["model_path"] == "updated" and info["tokenizer_path"] == stack.args.model_path
+    assert info["vllm_config"]["model_config"]["max_logprobs"] == stack.args.max_top_logprobs
+    model = stack.get("/model_info").json()
+    assert (model["tool_call_parser"], model["reasoning_parser"]) == ("llama3_json", None)
 
 
 def test_vllm_config_has_what_trl_reads(module_stack: Stack) -> None:

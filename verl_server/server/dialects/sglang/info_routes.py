@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server._version import __version__
+from verl_server.chat.formats import NONE
 from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError
 from verl_server.messages.io_struct import GetInternalStateReq
 from verl_server.messages.results import ModelInfo, ServerInfo
@@ -88,16 +89,19 @@ class InfoApi:
 
     async def server_info_dict(self) -> dict[str, Any]:
         state = await self._internal_state()
-        info = self._manager.server_args.public_dict() | self._manager.scheduler_info
-        pause = self._manager.controls.pause
+        info: dict[str, Any] = self._manager.server_args.public_dict() | self._manager.scheduler_info
+        if self._manager.scheduler_info:  # the server has started
+            info["grammar_backend"] = "llguidance" if self._manager.text.constrains_outputs else "none"
+        pause, engine = self._manager.controls.pause, self._manager.server_args.engine_args
         return info | {
+            "model_path": self._manager.controls.model_path,  # an update from disk changes it
             "tokenizer_path": self._manager.server_args.tokenizer_path or self._manager.server_args.model_path,
             "device": str(info["device"]).partition(":")[0],  # the setting; `scheduler_info` has rank 0's device
             "dp_size": 1,
-            "pp_size": 1,
-            "ep_size": 1,
+            "pp_size": engine.get("pipeline_parallel_size", 1),
+            "ep_size": self._manager.server_args.tp_size if engine.get("enable_expert_parallel") else 1,
             "disaggregation_mode": "null",
-            "enable_memory_saver": True,
+            "enable_memory_saver": self._manager.scheduler_info.get("releases_memory", False),
             "scheduler_info": self._manager.scheduler_info,
             "internal_states": [state],
             "weight_version": self._manager.controls.weight_version,
@@ -215,7 +219,7 @@ def model_info(manager: TokenizerManager) -> dict[str, Any]:
     """Return the body of `/model_info`, which `Engine.get_model_info` returns too."""
     manager.check_serving()
     assert manager.model_text is not None
-    config, server_args = manager.model_text.config, manager.server_args
+    config, server_args, format = manager.model_text.config, manager.server_args, manager.text.format
     return {
         "model_path": manager.controls.model_path,
         "served_model_name": server_args.served_model_name or manager.controls.model_path,
@@ -224,8 +228,8 @@ def model_info(manager: TokenizerManager) -> dict[str, Any]:
         "preferred_sampling_params": None,
         "weight_version": manager.controls.weight_version,
         "load_format": server_args.load_format,
-        "reasoning_parser": None,
-        "tool_call_parser": None,
+        "reasoning_parser": format.reasoning if format.reasoning != NONE else None,
+        "tool_call_parser": format.tools if format.tools != NONE else None,
         "disaggregation_mode": "null",
         "has_image_understanding": False,
         "has_audio_understanding": False,

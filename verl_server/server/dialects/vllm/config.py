@@ -14,7 +14,7 @@ from verl_server.server_args import ServerArgs
 
 def vllm_config(server_args: ServerArgs, scheduler_info: SchedulerInfo, model_path: str) -> dict[str, Any]:
     """Return the settings of this server. Parts that it does not have, such as LoRA, are None."""
-    size = server_args.tp_size
+    size, engine = server_args.tp_size, server_args.engine_args
     return {
         "model_config": {
             "model": model_path,
@@ -23,10 +23,10 @@ def vllm_config(server_args: ServerArgs, scheduler_info: SchedulerInfo, model_pa
             "dtype": f"torch.{scheduler_info.get('dtype')}",
             "max_model_len": scheduler_info.get("context_length"),
             "logprobs_mode": "processed_logprobs",
-            "max_logprobs": -1,
+            "max_logprobs": server_args.max_top_logprobs,
             "seed": server_args.random_seed,
-            "quantization": None,
-            "enable_sleep_mode": True,
+            "quantization": engine.get("quantization"),
+            "enable_sleep_mode": scheduler_info.get("releases_memory", False),
             "skip_tokenizer_init": server_args.skip_tokenizer_init,
             "runner_type": "generate",
         },
@@ -34,10 +34,10 @@ def vllm_config(server_args: ServerArgs, scheduler_info: SchedulerInfo, model_pa
             "world_size": size,
             "world_size_across_dp": size,
             "tensor_parallel_size": size,
-            "pipeline_parallel_size": 1,
+            "pipeline_parallel_size": engine.get("pipeline_parallel_size", 1),
             "data_parallel_size": 1,
             "data_parallel_rank": 0,
-            "enable_expert_parallel": False,
+            "enable_expert_parallel": engine.get("enable_expert_parallel", False),
         },
         "scheduler_config": {
             "max_num_seqs": scheduler_info.get("max_running_requests"),
