@@ -58,6 +58,7 @@ SECTIONS = {
     "verl_server.server.dialects.sglang.info_routes": "Information and load",
     "verl_server.server.dialects.sglang.admin_routes": "Control routes",
     "verl_server.server.dialects.sglang.ops_routes": "SGLang's routes for operators",
+    "verl_server.server.dialects.models": "Models",
     "verl_server.server.dialects.openai.routes": "OpenAI's routes",
     "verl_server.server.dialects.anthropic.routes": "Anthropic's routes",
     "verl_server.server.dialects.vllm.routes": "vLLM's routes",

@@ -55,8 +55,8 @@ def output_grammar(
     | auto | yes | calls, or an answer of the schema |
     | none, or no tools | yes | an answer of the schema |
 
-    Beside tools, other constraints are refused, except a `structural_tag` with auto: it describes calls and leaves other
-    text free. OpenAI and vLLM accept `response_format` beside a forced call, and return the call.
+    Beside tools, other constraints are refused, except a `structural_tag` with auto: it describes calls and leaves
+    other text free. OpenAI and vLLM accept `response_format` beside a forced call, and return the call.
 
     `parallel` permits several calls. With `thinking_open` the prompt ends inside the reasoning, which the output then
     must close. `special_tokens`: tag -> id, for the tags of the format that are single tokens of the tokenizer, because

@@ -23,6 +23,7 @@ from verl_server.errors import VerlServerError
 from verl_server.server.arrivals import ArrivalMiddleware
 from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.anthropic.routes import AnthropicApi
+from verl_server.server.dialects.models import ModelsApi
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.sessions.routes import SessionApi
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
@@ -82,6 +83,7 @@ def operations(
         *InfoApi(manager).operations(),
         *ControlApi(manager, rules).operations(),
         *OpsApi(manager).operations(),
+        *ModelsApi(manager).operations(),
         *OpenAIApi(manager, turns).operations(),
         *VllmApi(manager, rules).operations(),
         *VllmControlApi(manager).operations(),

@@ -41,9 +41,7 @@ def check(kind: Any, value: Any) -> None:
 def send(server: Server, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
     """Return (status, text of the answer)."""
     content = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        server.url + path, content, {"Content-Type": "application/json"} | (headers or {})
-    )
+    request = urllib.request.Request(server.url + path, content, {"Content-Type": "application/json"} | (headers or {}))
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read().decode()

@@ -297,8 +297,8 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     stream_reasoning: bool = True
     """Stream the reasoning as it arrives, instead of in one piece."""
     store: bool | None = None
-    """Accepted. A session stores every chat, and nothing else stores any. With `store`, the answer, or the first chunk of
-    a choice, has `store`, which says whether this chat is stored."""
+    """Accepted. A session stores every chat, and nothing else stores any. With `store`, the answer has `store`, which
+    says whether this chat is stored; in a stream the first chunk of a choice has it."""
     include_reasoning: bool = True
     """Return the reasoning. If false, it is removed from the message."""
     reasoning_effort: str | float | None = None

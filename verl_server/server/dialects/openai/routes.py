@@ -6,7 +6,6 @@ or into the frames of a stream.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import cached_property, partial
 from typing import Any
@@ -72,12 +71,9 @@ _STREAMED = (JSON, EVENTS)
 class OpenAIApi:
     def __init__(self, manager: TokenizerManager, turns: SessionTurns) -> None:
         self._manager, self._turns = manager, turns
-        self._created = int(time.time())
 
     def operations(self) -> list[Operation]:
         return [
-            Operation("/v1/models", self.models, in_session=True, answer_error=openai_error),
-            Operation("/v1/models/{name:path}", self.model, in_session=True, answer_error=openai_error),
             Operation(
                 "/v1/completions",
                 self.completions,
@@ -135,34 +131,9 @@ class OpenAIApi:
             ),
         ]
 
-    # -- models ---------------------------------------------------------------------------------------------
-
     @property
     def _model_name(self) -> str:
         return self._manager.server_args.served_model_name or self._manager.controls.model_path
-
-    def _model_card(self) -> dict[str, Any]:
-        self._manager.check_serving()
-        return {
-            "id": self._model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "verl-server",
-            "root": self._manager.controls.model_path,
-            "parent": None,
-            "max_model_len": self._manager.scheduler_info["context_length"],
-        }
-
-    async def models(self, request: Request) -> Response:
-        """Return a list with the served model."""
-        return json_response({"object": "list", "data": [self._model_card()]})
-
-    async def model(self, request: Request) -> Response:
-        """Return the served model; 404 for another name."""
-        name = request.path_params["name"]
-        if name.strip("/") == self._model_name.strip("/"):
-            return json_response(self._model_card())
-        raise ModelNotFoundError(f"The model '{name}' does not exist: this server has {self._model_name!r}.")
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError for the name of an adapter, `model:adapter`. Other names are not compared."""
