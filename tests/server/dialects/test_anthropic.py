@@ -205,6 +205,50 @@ def test_an_aborted_message_can_be_continued(stack: Stack, monkeypatch: pytest.M
     assert answer["stop_reason"] == "pause_turn" and answer["content"][0]["text"] == "We"
 
 
+# -- documents ------------------------------------------------------------------------------------------------
+
+TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": "Rome is old."}
+DOCUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"source": TEXT_SOURCE}, "Rome is old."),
+    ({"source": TEXT_SOURCE, "title": "Rome", "context": "A guide.", "citations": {"enabled": False}},
+     "Rome\nA guide.\nRome is old."),
+    ({"source": {"type": "content", "content": "Old."}, "title": None, "cache_control": {"type": "ephemeral"}}, "Old."),
+    ({"source": {"type": "content", "content": [{"type": "text", "text": each} for each in "ab"]}}, "a\nb"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "text"), DOCUMENTS)
+def test_a_document_of_text_is_its_text(stack: Stack, fields: dict[str, Any], text: str) -> None:
+    say(stack, "Yes.")
+    document = {"type": "document", **fields}
+    found = {"type": "search_result", "title": "Rome", "source": "http://r", "content": [{"type": "text", "text": "c"}]}
+    user = {"role": "user", "content": [document, found, {"type": "text", "text": "Is it?"}]}
+    assert post(stack, messages=[user]).status_code == 200
+    assert prompt(stack) == f"[user]{text}\nRome\nhttp://r\nc\nIs it?\n[assistant]"
+    call = {"type": "tool_use", "id": "1", "name": "get", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [document, found]}
+    messages = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    assert post(stack, messages=messages, tools=TOOLS).status_code == 200
+    assert f"[tool]{text}\nRome\nhttp://r\nc\n" in prompt(stack)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERg=="}}, "source.type 'base64'"),
+        ({"source": {"type": "url", "url": "http://x"}}, "source.type 'url'"),
+        ({"source": {"type": "file", "file_id": "f"}}, "source.type 'file'"),
+        ({"source": {"type": "content", "content": [{"type": "image"}]}}, "source.content[0]"),
+        ({"source": {"type": "text"}}, "source.data"),
+        ({}, "source.type None"),
+        ({"source": TEXT_SOURCE, "citations": {"enabled": True}}, "citations"),
+    ],
+)
+def test_other_documents_are_refused(stack: Stack, fields: dict[str, Any], says: str) -> None:
+    refused = post(stack, messages=[{"role": "user", "content": [{"type": "document", **fields}]}])
+    assert refused.status_code == 400 and f"messages[0].content[0].{says}" in refused.json()["error"]["message"]
+
+
 # -- tool choices ---------------------------------------------------------------------------------------------
 
 

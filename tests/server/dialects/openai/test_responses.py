@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,6 +143,45 @@ def test_logprobs_belong_to_the_message(thinking: Caller, read: str) -> None:
     assert "".join(entry.token for entry in part.logprobs).endswith("Five.")
     assert "hm" not in "".join(entry.token for entry in part.logprobs)
     assert len(part.logprobs[0].top_logprobs) == 1
+
+
+def data_url(text: str, media_type: str = "text/plain") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(text.encode()).decode()}"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ({"file_data": data_url("Römisch"), "filename": "rome.txt"}, "rome.txt\nRömisch"),
+        ({"file_data": data_url("x", "text/markdown;charset=utf-8"), "filename": None}, "x"),
+        ({"file_data": data_url("{}", "application/json")}, "{}"),
+    ],
+)
+def test_a_file_of_text_is_its_text(call: Caller, file: dict[str, Any], text: str) -> None:
+    call.post("/v1/responses", input=[{"role": "user", "content": [{"type": "input_file", **file}]}])
+    prompt = call.text.decoder(False)(call.sent().input_ids)
+    assert f"<|im_start|>user\n{text}<|im_end|>" in prompt
+    call.chat(messages=[{"role": "user", "content": [{"type": "file", "file": file}]}])
+    assert call.text.decoder(False)(call.sent().input_ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ({"file_id": "file-1"}, "stores and fetches no files"),
+        ({"file_url": "http://x/a.txt"}, "stores and fetches no files"),
+        ({"file_data": data_url("x", "application/pdf")}, "not text"),
+        ({"file_data": "SGVsbG8="}, "not text"),
+        ({"file_data": "data:text/plain;base64,!"}, "not UTF-8 text in base64"),
+        ({"file_data": "data:text/plain;base64,/w=="}, "not UTF-8 text in base64"),
+    ],
+)
+def test_other_files_are_refused(call: Caller, file: dict[str, Any], says: str) -> None:
+    items = [{"role": "user", "content": [{"type": "input_file", **file}]}]
+    message = call.refusal("/v1/responses", input=items)["message"]
+    assert message.startswith("input[0].content has a file") and says in message
+    messages = [{"role": "user", "content": [{"type": "file", "file": file}]}]
+    assert says in call.refusal("/v1/chat/completions", messages=messages)["message"]
 
 
 def test_formats(call: Caller, client: openai.OpenAI) -> None:

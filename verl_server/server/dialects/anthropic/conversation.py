@@ -15,7 +15,7 @@ Message = dict[str, Any]
 _REDACTED = "its text is encrypted for another server: leave the block out"
 _NO_BLOCKS = {
     "image": "only text is served",
-    "document": "only text is served: send the text in a text block",
+    "document": "send the text in a text block",
     "search_result": "send the text in a text block",
     "redacted_thinking": _REDACTED,
     "container_upload": "the server runs no code",
@@ -53,10 +53,10 @@ def _user(place: str, content: Any) -> list[Message]:
     results: list[Message] = []
     texts: list[str] = []
     for at, block in _blocks(f"{place}.content", content):
-        if block["type"] == "text":
-            texts.append(_string(at, block, "text"))
+        if block["type"] in _TEXT_OF_BLOCK:
+            texts.append(_TEXT_OF_BLOCK[block["type"]](at, block))
         elif block["type"] == "tool_result":
-            text = _text(f"{at}.content", block.get("content") or "")
+            text = _text(f"{at}.content", block.get("content") or "", _TEXT_OF_BLOCK)
             result: Message = {"role": "tool", "tool_call_id": _string(at, block, "tool_use_id"), "content": text}
             results.append(result | ({"is_error": True} if block.get("is_error") else {}))
         else:
@@ -120,14 +120,55 @@ def _blocks(place: str, content: Any, what: str = "blocks") -> list[tuple[str, M
     return found
 
 
-def _text(place: str, content: Any) -> str:
-    """Return a string, or the joined text of a list of text blocks."""
+def _text(place: str, content: Any, readers: Readers | None = None) -> str:
+    """Return a string, or the joined text of a list of blocks that `readers` read. Default: of text blocks only."""
     texts = []
     for at, block in _blocks(place, content, "text blocks"):
-        if block["type"] != "text":
+        reader = (readers or _ONLY_TEXT).get(block["type"])
+        if reader is None:
             raise _refused(at, block, "this place")
-        texts.append(_string(at, block, "text"))
+        texts.append(reader(at, block))
     return "\n".join(texts)
+
+
+def _plain(place: str, block: Message) -> str:
+    return _string(place, block, "text")
+
+
+def _document(place: str, block: Message) -> str:
+    """Return title, context and text of a document. Raise BadRequestError if its source is not text in the body."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind == "text":
+        text = _string(f"{place}.source", source, "data")
+    elif isinstance(source, dict) and kind == "content":
+        text = _text(f"{place}.source.content", source.get("content"))
+    else:
+        raise BadRequestError(
+            f"{place}.source.type {kind!r:.64} is not supported: only text is served. Send a source of the type text "
+            "or content, or the text in a text block."
+        )
+    return _headed(place, block, ("title", "context"), text)
+
+
+def _search_result(place: str, block: Message) -> str:
+    return _headed(place, block, ("title", "source"), _text(f"{place}.content", block.get("content")))
+
+
+def _headed(place: str, block: Message, heads: Sequence[str], text: str) -> str:
+    """Return a text below the `heads` of its block. Raise BadRequestError if the answer should cite the text."""
+    citations = block.get("citations")
+    if isinstance(citations, dict) and citations.get("enabled"):
+        raise BadRequestError(f"{place}.citations is not supported: answers hold no citations. Leave it out.")
+    given = [_string(place, block, head) for head in heads if block.get(head)]
+    return "\n".join([*given, text])
+
+
+Readers = Mapping[str, Callable[[str, Message], str]]
+"""Type of a block -> function from (place, block) to its text."""
+_ONLY_TEXT: Readers = {"text": _plain}
+_TEXT_OF_BLOCK: Readers = {"text": _plain, "document": _document, "search_result": _search_result}
+"""The blocks of a user's message and of a tool's result that are text."""
 
 
 def _string(place: str, block: Mapping[str, Any], key: str) -> str:

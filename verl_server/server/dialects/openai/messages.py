@@ -9,6 +9,7 @@ import msgspec
 
 from verl_server.chat.tools import read_tool_choice, read_tools
 from verl_server.errors import BadRequestError
+from verl_server.server.dialects.openai.files import FILE_PARTS, file_text
 from verl_server.server.dialects.openai.protocol import OpenAIRequest
 from verl_server.server.text.chat_prompt import ChatPrompt, read_chat_prompt
 from verl_server.server.text.text_tools import TextTools
@@ -105,10 +106,16 @@ _TEXT_OF_PART: dict[str | None, str] = {
 
 
 def joined_parts(place: str, parts: Sequence[Any]) -> str:
-    """Return the joined text of a content's parts, which may be strings. Raise BadRequestError for other parts."""
+    """Return the joined text of a content's parts, which may be strings and files of text.
+
+    Raise BadRequestError for other parts.
+    """
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, dict) and kind in FILE_PARTS:
+            texts.append(file_text(place, part))
+            continue
         key = _TEXT_OF_PART.get(kind) if isinstance(kind, str | None) else None
         text = part if isinstance(part, str) else part.get(key) if isinstance(part, dict) and key is not None else None
         if not isinstance(text, str):
