@@ -52,6 +52,17 @@ class Counter:
         type(self).closed += 1
 
 
+class Ready(Counter):
+    """Needs no reset."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"step_count": 3 - self.left, "episode_id": "first"}
+
+
 class AsyncCounter(Counter):
     async def reset(self, seed: int | None = None, episode_id: str | None = None) -> dict[str, Any]:  # type: ignore[override]
         self.left = seed or 0
@@ -175,17 +186,46 @@ def test_the_wire_is_openenvs() -> None:
     asyncio.run(main())
 
 
+def test_the_environment_decides_what_a_step_before_a_reset_does() -> None:
+    """As in OpenEnv's server, the environment exists from the first message on, whichever it is."""
+
+    async def main() -> None:
+        step, state = {"type": "step", "data": {}}, {"type": "state"}
+        async with env_server(Ready) as url:
+            async with connect(websocket_url(url)) as socket:
+                for message, expected in (
+                    (state, {"type": "state", "data": {"step_count": 0, "episode_id": "first"}}),
+                    (step, observation("2 left")),
+                    (state, {"type": "state", "data": {"step_count": 1, "episode_id": "first"}}),
+                    ({"type": "reset", "data": {"seed": 1}}, observation("1 left")),
+                ):
+                    await socket.send(json.dumps(message))
+                    assert json.loads(await asyncio.wait_for(socket.recv(), 5)) == expected
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                stepped = await client.post("/step", json={"action": {}})
+                assert stepped.json() == {"observation": {"text": "2 left"}, "reward": None, "done": False}
+                assert (await client.get("/state")).json() == {"step_count": 0, "episode_id": "first"}
+        async with env_server(Counter) as url, connect(websocket_url(url)) as socket:
+            await socket.send(json.dumps(step))
+            answer = json.loads(await asyncio.wait_for(socket.recv(), 5))
+            assert answer["data"]["code"] == "EXECUTION_ERROR" and "before reset" in answer["data"]["message"]
+            await socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
+            assert json.loads(await asyncio.wait_for(socket.recv(), 5)) == observation("1 left")
+
+    asyncio.run(main())
+
+
 def test_plain_http_routes() -> None:
     async def main() -> None:
         async with env_server(Counter) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
             assert (await client.get("/health")).json() == {"status": "healthy"}
             assert (await client.get("/metadata")).json()["name"] == "Counter"
             assert set((await client.get("/schema")).json()) == {"action", "observation", "state"}
-            assert (await client.get("/state")).status_code == 200
+            assert (await client.get("/state")).json() == {"step_count": 7, "episode_id": None}
             reset = await client.post("/reset", json={"seed": 4})
             assert reset.json() == {"observation": {"text": "4 left"}, "reward": None, "done": False}
             assert (await client.post("/reset")).json()["observation"] == {"text": "0 left"}
-            assert (await client.post("/step", json={"action": {}})).status_code == 500  # no connection, no episode
+            assert (await client.post("/step", json={"action": {}})).status_code == 500  # this environment needs a reset
             assert (await client.post("/reset", content=b"[")).status_code == 422
 
     asyncio.run(main())

@@ -135,8 +135,8 @@ class _EnvApp:
     async def step(self, request: Request) -> Response:
         return await self._once(request, lambda hosted, body: self._step(hosted, body.get("action", {})))
 
-    async def state(self, _: Request) -> JSONResponse:
-        return JSONResponse({"episode_id": None, "step_count": 0})
+    async def state(self, request: Request) -> Response:
+        return await self._once(request, lambda hosted, body: _with_defaults(hosted.state()))
 
     async def health(self, _: Request) -> JSONResponse:
         return JSONResponse({"status": "healthy"})
@@ -244,6 +244,11 @@ def _message(text: str | None) -> _Message:
     if not isinstance(data, dict):
         raise EnvMessageError("VALIDATION_ERROR", "`data` must be an object.")
     return _Message(fields.get("type"), data)
+
+
+async def _with_defaults(call: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """Return a state with the fields that every state of OpenEnv has."""
+    return {"episode_id": None, "step_count": 0} | await call
 
 
 async def _played(call: Awaitable[dict[str, Any]], kind: str | None = None) -> bytes:

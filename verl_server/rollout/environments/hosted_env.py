@@ -34,7 +34,10 @@ class EnvMessageError(Exception):
 
 
 class HostedEnv:
-    """One environment, created by the first `reset`. Its own exceptions pass through every method."""
+    """One environment, created by the first call that needs it. Its own exceptions pass through every method.
+
+    As in OpenEnv's server, calls may come in any order: the environment decides what a `step` before a `reset` does.
+    """
 
     def __init__(self, factory: EnvFactory, action_schema: ActionSchema | None) -> None:
         self._factory = factory
@@ -45,9 +48,7 @@ class HostedEnv:
 
     async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
         """Start an episode. `reset` is called with the entries of `data` that it takes as keyword arguments."""
-        if self._environment is None:
-            self._environment = await self._make()
-        reset = self._environment.reset
+        reset = (await self._created()).reset
         observation = reset_observation(await self._call(reset, **accepted(reset, data)), self._name("reset"))
         self._has_episode = True
         return {"observation": observation, "reward": None, "done": False}
@@ -63,18 +64,24 @@ class HostedEnv:
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
         """Play an action. Raise EnvMessageError, without a call to `step`, if the action violates the schema."""
-        if self._environment is None:
-            raise EnvMessageError("EXECUTION_ERROR", "step before reset: this connection has no episode yet.")
         violation = self._action_schema.violation(action) if self._action_schema is not None else None
         if violation is not None:
             raise EnvMessageError("VALIDATION_ERROR", violation)
-        returned = await self._call(self._environment.step, action)
+        step = (await self._created()).step
+        try:
+            returned = await self._call(step, action)
+        except Exception as error:
+            if self._has_episode:
+                raise
+            text = f"{type(error).__name__}: {error} (a step before reset, for which this environment may not be made)"
+            raise EnvMessageError("EXECUTION_ERROR", text) from error
+        self._has_episode = True
         observation, reward, done = step_result(returned, self._name("step"))
         return {"observation": observation, "reward": reward, "done": done}
 
     async def state(self) -> dict[str, Any]:
         """Return the environment's `state` property, {} if it has none."""
-        state = getattr(self._environment, "state", None)
+        state = getattr(await self._created(), "state", None)
         if state is not None and not isinstance(state, Mapping):
             raise _bad_return(self._name("state"), "be a property that is a dict", state)
         return dict(state or {})
@@ -87,6 +94,11 @@ class HostedEnv:
                 await asyncio.wait_for(self._call(close), _CLOSE_TIMEOUT)
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _created(self) -> Any:
+        if self._environment is None:
+            self._environment = await self._make()
+        return self._environment
 
     async def _make(self) -> Any:
         is_async = inspect.iscoroutinefunction(getattr(self._factory, "reset", None))
