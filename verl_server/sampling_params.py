@@ -82,7 +82,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Regular expressions (RE2 syntax) that end the output. Matches of up to 1024 characters are found; for large
     patterns the bound is smaller."""
     stop_token_ids: list[int] | None = None
-    """Token ids that end the output, beside EOS."""
+    """Token ids that end the output, beside EOS. Ids outside the vocabulary have no effect; vLLM's own route refuses
+    them."""
     n: int = 1
     """Number of samples for the prompt."""
     ignore_eos: bool = False

@@ -228,6 +228,15 @@ def test_stop_ids_are_the_models_and_the_callers(stack: Stack) -> None:
     assert (first.stop_ids, second.stop_ids) == ([2, 77], [])
 
 
+@pytest.mark.parametrize("unknown", [-1, 320, 10**9, 2**70])
+def test_stop_ids_outside_the_vocabulary_have_no_effect(stack: Stack, unknown: int) -> None:
+    run(stack, input_ids=[9], sampling_params={"stop_token_ids": [unknown, 319], "max_new_tokens": 1})
+    run(stack, input_ids=[9], sampling_params={"stop_token_ids": [unknown], "max_new_tokens": 1, "min_new_tokens": 1})
+    first, second = stack.scheduler.wait_for(io.TokenizedGenerateReq, 2)
+    assert (first.stop_ids, first.sampling.stop_token_ids) == ([2, 319], [319])
+    assert (second.stop_ids, second.sampling.stop_token_ids) == ([2], [])
+
+
 def test_unbounded_request_runs_to_the_end_of_the_context(stack: Stack) -> None:
     start(stack, input_ids=[9] * 6, sampling_params={"max_new_tokens": None}).result(timeout=10)
     (req,) = stack.scheduler.wait_for(io.TokenizedGenerateReq)
@@ -248,7 +257,7 @@ def test_unbounded_request_runs_to_the_end_of_the_context(stack: Stack) -> None:
         ({"input_ids": [320]}, "token id 320, outside the vocabulary of 320 tokens"),
         ({"input_ids": [-1]}, "token id -1"),
         ({"input_ids": [2**70]}, "outside the vocabulary"),
-        ({"input_ids": [5], "sampling_params": {"stop_token_ids": [999]}}, "stop_token_ids holds token id 999"),
+        ({"input_ids": [5], "sampling_params": {"allowed_token_ids": [999]}}, "allowed_token_ids holds token id 999"),
         ({"input_ids": [5], "sampling_params": {"logit_bias": {"999": 1.0}}}, "logit_bias holds token id 999"),
         ({"input_ids": [5], "token_ids_logprob": [-3]}, "token_ids_logprob holds token id -3"),
         ({"input_ids": [5], "logprob_start_len": -2}, "logprob_start_len must be -1 or in 0..1"),

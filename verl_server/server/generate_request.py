@@ -368,7 +368,6 @@ def check_samples(samples: Samples, prompt_tokens: int, bounds: ModelBounds, has
     """
     count = prompt_tokens
     bounds.check_length(count, samples.sampling.max_new_tokens or 0)
-    bounds.check_ids("sampling_params.stop_token_ids", samples.sampling.stop_token_ids)
     bounds.check_ids("sampling_params.allowed_token_ids", samples.sampling.allowed_token_ids)
     bounds.check_ids("sampling_params.logit_bias", [int(token) for token in samples.sampling.logit_bias or ()])
     bounds.check_ids("token_ids_logprob", samples.token_ids_logprob)

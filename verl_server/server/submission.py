@@ -75,7 +75,11 @@ class Submission:
         return made
 
     def _check(self, samples: Samples, prompt_tokens: int) -> None:
-        """Check the samples of one prompt against the model. Set a missing `max_new_tokens` as high as possible."""
+        """Check the samples of one prompt against the model, and settle what depends on the model.
+
+        A missing `max_new_tokens` becomes as high as possible. Stop ids outside the vocabulary, which no output can
+        have, are left out: clients send those of another tokenizer, and SGLang accepts them.
+        """
         bounds = self.text.bounds
         check_samples(samples, prompt_tokens, bounds, has_tokenizer=self._model_text.tokenizer is not None)
         if samples.sampling.max_new_tokens is None:
@@ -84,6 +88,9 @@ class Submission:
             if each := samples.candidates(prompt_tokens, 1) - (prompt := samples.candidates(prompt_tokens, 0)):
                 room = min(room, (self.text.limits.max_logprobs_per_request - prompt) // each)
             samples.sampling = msgspec.structs.replace(samples.sampling, max_new_tokens=max(1, room))
+        stops = samples.sampling.stop_token_ids or []
+        if len(known := [token for token in stops if 0 <= token < bounds.vocab_size]) < len(stops):
+            samples.sampling = msgspec.structs.replace(samples.sampling, stop_token_ids=known)
         if self._filters_logprobs and samples.sampling.is_filtered and samples.sampling.logprobs_mode == "default":
             samples.sampling = msgspec.structs.replace(samples.sampling, logprobs_mode="sampling")  # what it will be
 

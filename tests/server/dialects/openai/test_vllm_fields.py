@@ -117,6 +117,16 @@ def test_prompts_are_truncated(call: Caller) -> None:
     assert "truncation_side" in call.refusal("/v1/completions", prompt="a", truncation_side="right")["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_ids_outside_the_vocabulary(call: Caller, path: str) -> None:
+    """Stop ids that no output can have are accepted, as in SGLang; what would be an index into logits is refused."""
+    body: dict[str, Any] = {"prompt": "a", "messages": MESSAGES, "max_tokens": 3}
+    call.post(path, **body, stop_token_ids=[320, 9])
+    assert call.sent().sampling.stop_token_ids == [9]
+    for fields in ({"logit_bias": {"320": 1}}, {"allowed_token_ids": [320]}, {"logprob_token_ids": [320], "logprobs": 1}):
+        assert "token id 320" in call.refusal(path, **body, **fields)["message"], fields
+
+
 def test_meta_info_and_sglext(call: Caller) -> None:
     answer = call.chat(
         return_meta_info=True, return_cached_tokens_details=True, logprobs=True,

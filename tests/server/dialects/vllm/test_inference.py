@@ -183,6 +183,10 @@ def test_a_stream_has_the_new_tokens_only(stack: Stack) -> None:
         ({"sampling_params": {"extra_args": {"a": 1}}}, 400, "extra_args is not supported"),
         ({"sampling_params": {"structured_outputs": {}}}, 400, "exactly one"),
         ({"cache_salt": ""}, 400, "cache_salt"),
+        ({"sampling_params": {"stop_token_ids": [320]}}, 400, "sampling_params.stop_token_ids holds token id 320"),
+        ({"sampling_params": {"logit_bias": {"320": 1.0}}}, 400, "logit_bias holds token id 320"),
+        ({"sampling_params": {"allowed_token_ids": [320]}}, 400, "allowed_token_ids holds token id 320"),
+        ({"sampling_params": {"logprob_token_ids": [320]}}, 400, "token_ids_logprob holds token id 320"),
     ],
 )
 def test_errors_have_vllms_shape(module_stack: Stack, body: dict[str, Any], status: int, text: str) -> None:

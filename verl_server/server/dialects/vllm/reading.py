@@ -88,6 +88,7 @@ def read_inference(tools: TextTools, body: bytes) -> ReadInference:
         raise BadRequestError("output_mode='derender' is not supported: use /v1/chat/completions.")
     request = read_struct(given, InferenceRequest)
     sampling, unknown = VllmSamplingParams.parse(request.sampling_params)
+    tools.bounds.check_ids("sampling_params.stop_token_ids", sampling.stop_token_ids)  # as in vLLM
     if not request.token_ids:
         raise BadRequestError("token_ids cannot be empty.")
     if request.cache_salt == "":
