@@ -225,7 +225,9 @@ def test_plain_http_routes() -> None:
             reset = await client.post("/reset", json={"seed": 4})
             assert reset.json() == {"observation": {"text": "4 left"}, "reward": None, "done": False}
             assert (await client.post("/reset")).json()["observation"] == {"text": "0 left"}
-            assert (await client.post("/step", json={"action": {}})).status_code == 500  # this environment needs a reset
+            assert (
+                await client.post("/step", json={"action": {}})
+            ).status_code == 500  # this environment needs a reset
             assert (await client.post("/reset", content=b"[")).status_code == 422
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from collections.abc import Set as AbstractSet
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from verl_server.chat.cut_json import completed
 from verl_server.chat.templates import Message
 from verl_server.chat.tools import Tool
 
@@ -232,14 +233,24 @@ def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _canonical(arguments: Any) -> str:
-    """Return a call's arguments as JSON with sorted keys, or the text as it is if it is no JSON object."""
+    """Return a call's arguments as JSON with sorted keys, or the text as it is if it is no JSON object.
+
+    Arguments that were cut count as their whole members: that is what an Anthropic client gets, and sends back.
+    """
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
+        value = _loaded(arguments) if isinstance(arguments, str) and arguments else arguments or {}
         if isinstance(value, dict):
             return json.dumps(_plain_numbers(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError):
         pass
     return arguments if isinstance(arguments, str) else repr(arguments)
+
+
+def _loaded(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return json.loads(completed(arguments))
 
 
 def _plain_numbers(value: Any) -> Any:

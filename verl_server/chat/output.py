@@ -153,6 +153,8 @@ class OutputFormat(msgspec.Struct, frozen=True):
         types: ParameterTypes | None = None,
         new_id: Callable[[], str] | None = None,
         calls_first: bool = False,
+        constrained: bool = False,
+        only_call: str | None = None,
     ) -> OutputParser:
         """Return a parser for one sample.
 
@@ -165,6 +167,10 @@ class OutputFormat(msgspec.Struct, frozen=True):
         `new_id`: makes the id of a call; default: random ids.
         `calls_first`: a content that does not begin with a call has none, so that a tag inside an answer of JSON is
         text.
+        `constrained`: a grammar permits nothing but calls where a call stands, so that the beginning of a call is
+        certain. If the text ends inside a call, the message has this call, with the arguments so far, and no text.
+        `only_call`: with `constrained`, the only function that may be called: a text that ends before its name is a
+        call without arguments. Without it, such a text is no call and no content.
         """
         return OutputParser(
             self.tool_format if tools else None,
@@ -174,6 +180,8 @@ class OutputFormat(msgspec.Struct, frozen=True):
             types=types,
             new_id=new_id,
             calls_first=calls_first,
+            constrained=constrained,
+            only_call=only_call,
         )
 
 
@@ -190,16 +198,21 @@ class OutputParser:
         types: ParameterTypes | None = None,
         new_id: Callable[[], str] | None = None,
         calls_first: bool = False,
+        constrained: bool = False,
+        only_call: str | None = None,
     ) -> None:
         """See `OutputFormat.parser`."""
         self._tools = tools
         self._reasoning = reasoning
         self._whole_calls = whole_calls
         self._calls_first = calls_first
+        self._constrained, self._only_call = constrained, only_call
         self._types = types or {}
         self._new_id = new_id or (_short_id if tools is not None and tools.short_ids else _call_id)
         self.in_reasoning = reasoning is not None and (thinking_open or reasoning.starts_open)
         """True if the text so far ends inside the reasoning."""
+        self.is_cut = False
+        """True after `finish` if the last call of the message is incomplete."""
         self._deltas: list[Delta] = []
         self._text, self._at = "", 0  # the text, and the index of the first character that was not read
         self._spaces: list[str] = []  # white space that is dropped if a tag follows
@@ -209,6 +222,7 @@ class OutputParser:
         self._reader: CallReader | None = None
         self._raw: list[str] = []
         self._uncertain: list[Delta] = []
+        self._has_tag = False  # the calls that are being read began with the tag
         self._calls = 0  # number of calls that ended
         self._call_begun = False
 
@@ -223,12 +237,41 @@ class OutputParser:
 
     def finish(self) -> list[Delta]:
         """End the text. Return what was held back."""
-        if self._reader is not None:
-            self._give_up()
+        self.is_cut = self._call_begun and (self._constrained or not self._whole_calls)
         rest, self._text = self._text, ""
-        self._add(ReasoningDelta if self.in_reasoning else ContentDelta, rest, more=False)
+        if self._ends_in_calls:
+            self._end_calls(rest)
+        else:
+            if self._reader is not None:
+                self._give_up()
+            self._add(ReasoningDelta if self.in_reasoning else ContentDelta, rest, more=False)
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    @property
+    def _ends_in_calls(self) -> bool:
+        """True if the end of the text belongs to a call, to the tags around it, or to what stands between calls."""
+        if not self._constrained or self._tools is None or self.in_reasoning:
+            return False
+        # With `calls_first`, what begins without the tag may be an answer.
+        return not self._calls_first or self._call_begun or self._calls > 0 or self._has_tag
+
+    def _end_calls(self, rest: str) -> None:
+        """End a text of calls, of which the last one may be cut. `rest`: the text that was not read."""
+        if self._call_begun:
+            self._deltas += self._uncertain
+        elif self._only_call is not None and not self._calls and (self._reader is not None or self._is_tag(rest)):
+            self._deltas.append(ToolCallDelta(0, self._new_id(), self._only_call, ""))
+            self.is_cut = True
+        self._reader, self._uncertain, self._raw = None, [], []
+        self._spaces.clear()
+
+    def _is_tag(self, rest: str) -> bool:
+        """Return True if `rest` is the beginning of the tag of calls, and cannot be one of a reasoning that follows."""
+        assert self._tools is not None
+        may_reason = self._reasoning is not None and self._step == self._at_start
+        thought = self._reasoning.open if may_reason and self._reasoning is not None else ""
+        return bool(rest) and self._tools.open.startswith(rest) and not thought.startswith(rest)
 
     # -- the steps: each reads a part of the text, and returns False if it needs more text ---------------------
 
@@ -355,6 +398,7 @@ class OutputParser:
             self._spaces.append(text[end:])
 
     def _begin_calls(self, tools: ToolFormat, tag: str) -> None:
+        self._has_tag = bool(tag)
         self._reader = tools.reader(self._types)
         self._raw = [*self._spaces, tag]
         self._spaces.clear()

@@ -321,6 +321,29 @@ def test_a_format_beside_tools_leaves_the_choice(stack: Stack, chunk: int | None
         assert '\\"sum\\"' not in stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
 
 
+@pytest.mark.parametrize("chunk", [1, None])
+@pytest.mark.parametrize(
+    ("cut", "arguments"), [('"ge', {}), ('"city": "Ro', {}), ('"n": 1.5', {"city": "Rome"}), ("</tool", None)]
+)
+def test_a_forced_call_that_is_cut_is_a_call(
+    stack: Stack, cut: str, arguments: dict[str, Any] | None, chunk: int | None
+) -> None:
+    text = CALL.replace("Ok.\n", "")
+    text = text[: text.index(cut) + len(cut)]
+    stack.scheduler.script, stack.scheduler.chunk = lambda req: stack.text.encode(text), chunk
+    body: Any = {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "get"}, "max_tokens": len(text)}
+    answer = post(stack, **body).json()
+    thinking, made = answer["content"]
+    assert thinking["thinking"] == "hm" and answer["stop_reason"] == "max_tokens"
+    assert (made["type"], made["name"]) == ("tool_use", "get")
+    assert made["input"] == ({"city": "Rome", "n": 1.5} if arguments is None else arguments)
+    found = events(post(stack, **body, stream=True).text)
+    assert [e["content_block"]["type"] for e in found if e["type"] == "content_block_start"] == ["thinking", "tool_use"]
+    parts = [e["delta"]["partial_json"] for e in found if e.get("delta", {}).get("type") == "input_json_delta"]
+    assert '{"city": "Rome", "n": 1.50}'.startswith("".join(parts))
+    assert [e["delta"]["stop_reason"] for e in found if e["type"] == "message_delta"] == ["max_tokens"]
+
+
 # -- streams ------------------------------------------------------------------------------------------------
 
 

@@ -176,6 +176,27 @@ def test_a_schema_beside_tools_stays_one_conversation(stack: Stack) -> None:
     assert (info["parent"], info["branch"], info["matched_messages"]) == (0, 0, 2)
 
 
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_a_forced_call_that_is_cut_stays_one_conversation(stack: Stack, dialect: str) -> None:
+    session = Session(stack)
+    session.cuts('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2', "ok")
+    if dialect == "chat":
+        tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+        message = session.chat([user("a")], tools=[tool], tool_choice="required")["message"]
+        (call,) = message["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "1"}
+        info = session.chat([user("a"), message, result], tools=[tool])["meta_info"]["session"]
+    else:
+        body: Any = {"model": "m", "max_tokens": 90, "tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+        asked = {**body, "messages": [user("a")], "tool_choice": {"type": "any"}}
+        content = session.post("/v1/messages", **asked).json()["content"]
+        assert content[0]["input"] == {"a": 1}
+        result = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "1"}
+        messages = [user("a"), {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        info = session.post("/v1/messages", **body, messages=messages).json()["meta_info"]["session"]
+    assert (info["parent"], info["matched_messages"], info["began"]) == (0, 2, None)
+
+
 def test_completions_and_generate_follow_by_text_and_ids(stack: Stack) -> None:
     session = Session(stack)
     session.cuts("def", "jkl", "mno")

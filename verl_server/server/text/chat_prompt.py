@@ -41,6 +41,10 @@ class ChatOutput(msgspec.Struct, frozen=True):
     """Grammar for `SamplingParams.ebnf` if a tool call is required, or if the answer has a schema."""
     calls_first: bool = False
     """True if the output is either calls or an answer of a schema. See `OutputFormat.parser`."""
+    constrained: bool = False
+    """True if the grammar determines where calls stand. See `OutputFormat.parser`."""
+    only_call: str | None = None
+    """The function that a forced call must name, if there is only one. See `OutputFormat.parser`."""
 
     @property
     def is_parsed(self) -> bool:
@@ -50,7 +54,7 @@ class ChatOutput(msgspec.Struct, frozen=True):
     def without_reasoning(self) -> ChatOutput:
         """Return the plan that leaves the reasoning in the content."""
         format = msgspec.structs.replace(self.format, reasoning=NONE)
-        return msgspec.structs.replace(self, format=format, thinking_open=False, calls_first=False)
+        return msgspec.structs.replace(self, format=format, thinking_open=False, calls_first=False, only_call=None)
 
     def parser(self, whole_calls: bool, call_seed: str = "") -> OutputParser:
         """Return a parser for one sample. See `OutputFormat.parser`. With `call_seed`, it determines the calls' ids."""
@@ -62,6 +66,8 @@ class ChatOutput(msgspec.Struct, frozen=True):
             types=self.types,
             new_id=derived_ids(call_seed, tools is not None and tools.short_ids) if call_seed else None,
             calls_first=self.calls_first,
+            constrained=self.constrained,
+            only_call=self.only_call,
         )
 
 
@@ -158,5 +164,14 @@ def read_chat_prompt(
         types=parameter_types(offered) if format.needs_types else {},
         grammar=grammar,
         calls_first=schema is not None and bool(offered) and not choice.is_forced,
+        constrained=grammar is not None and bool(offered),
+        only_call=_only_call(choice, tools),
     )
     return ChatPrompt(input_ids, unused, output, next)
+
+
+def _only_call(choice: ToolChoice, tools: Sequence[Tool]) -> str | None:
+    """Return the name of the only function that a forced call may name, or None."""
+    if not choice.is_forced:
+        return None
+    return choice.name or (tools[0].name if len(tools) == 1 else None)

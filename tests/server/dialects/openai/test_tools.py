@@ -89,6 +89,44 @@ def test_a_cut_call_is_no_call_that_ended(call: Caller) -> None:
     assert choice["finish_reason"] == "length" and "add" in choice["message"]["content"]
 
 
+@pytest.mark.parametrize("chunk", [1, None])
+@pytest.mark.parametrize(
+    ("cut", "arguments"), [(CALL[:20], ""), (CALL[:-15], '{"a": 1'), (CALL[:-14], '{"a": 1}'), (CALL[:-3], '{"a": 1}')]
+)
+def test_a_forced_call_that_is_cut_is_a_call(call: Caller, cut: str, arguments: str, chunk: int | None) -> None:
+    call.cuts(cut, chunk)
+    body: Any = {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}
+    (choice,) = call.chat(**body)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+    (made,) = choice["message"]["tool_calls"]
+    assert made["function"] == {"name": "add", "arguments": arguments}
+    streamed = joined(call.stream(CHAT, **body))
+    assert (streamed["finish_reason"], streamed["content"]) == ("length", "")
+    assert [(each["name"], each["arguments"]) for each in streamed["calls"]] == [("add", arguments)]
+    function = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    asked = {"input": "hi", "tools": [function], "tool_choice": {"type": "function", "name": "add"}}
+    response = call.post("/v1/responses", **asked)
+    last = json.loads(call.stack.post("/v1/responses", asked | {"stream": True}).text.split("data: ")[-1])["response"]
+    for each in (response, last):
+        assert (each["status"], each["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        (item,) = each["output"]
+        assert (item["type"], item["name"], item["arguments"]) == ("function_call", "add", arguments)
+        assert item["status"] == "incomplete"
+
+
+def test_a_stop_string_inside_a_forced_call_leaves_no_whole_call(call: Caller) -> None:
+    call.says(CALL)
+    for body in ({}, {"stream": True}):
+        given: Any = {"tools": [TOOL], "tool_choice": "required", "stop": ['"a"'], **body}
+        if body:
+            message = joined(call.stream(CHAT, messages=MESSAGES, **given))
+            made = message["calls"][0]["arguments"], message["finish_reason"]
+        else:
+            (choice,) = call.chat(**given)["choices"]
+            made = choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]
+        assert made == ("{", "stop")
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_forced_calls_are_constrained(call: Caller, choice: Any) -> None:
     call.says(CALL)

@@ -123,7 +123,11 @@ def test_ids_outside_the_vocabulary(call: Caller, path: str) -> None:
     body: dict[str, Any] = {"prompt": "a", "messages": MESSAGES, "max_tokens": 3}
     call.post(path, **body, stop_token_ids=[320, 9])
     assert call.sent().sampling.stop_token_ids == [9]
-    for fields in ({"logit_bias": {"320": 1}}, {"allowed_token_ids": [320]}, {"logprob_token_ids": [320], "logprobs": 1}):
+    for fields in (
+        {"logit_bias": {"320": 1}},
+        {"allowed_token_ids": [320]},
+        {"logprob_token_ids": [320], "logprobs": 1},
+    ):
         assert "token id 320" in call.refusal(path, **body, **fields)["message"], fields
 
 

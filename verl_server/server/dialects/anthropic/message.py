@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from verl_server.chat.cut_json import completed
 from verl_server.chat.output import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, joined
 from verl_server.server.dialects.anthropic.reading import ReadMessages
 from verl_server.server.http.responses import sse
@@ -45,10 +46,12 @@ class MessageWriter:
             content.append({"type": "thinking", "thinking": shown, "signature": self.id})
         if parsed.content:
             content.append({"type": "text", "text": parsed.content, "citations": None})
-        for call in parsed.tool_calls:
+        for i, call in enumerate(parsed.tool_calls, start=1):
+            is_cut = self._parser.is_cut and i == len(parsed.tool_calls)
             # The arguments are JSON already, and are not decoded: that could change numbers.
-            arguments = orjson.Fragment(call.arguments.encode())
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+            arguments = completed(call.arguments) if is_cut else call.arguments
+            input = orjson.Fragment(arguments.encode())
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": input})
         return self._head() | {"content": content} | self._stop(state) | {"usage": _usage(state)} | self._extra(state)
 
     # -- the stream -----------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ class MessageWriter:
         elif isinstance(reason.matched, str) and reason.matched != self._read.end_of_call:
             stop, sequence = "stop_sequence", reason.matched
         else:
-            stop = "tool_use" if self._has_calls else "end_turn"
+            stop = "tool_use" if self._has_calls and not self._parser.is_cut else "end_turn"
         return {"stop_reason": stop, "stop_sequence": sequence}
 
     def _extra(self, state: ReqState) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     """Any name: a server serves one model."""
     messages: list[dict[str, Any]]
     """Messages of the roles user, assistant and system. Content is a string or a list of blocks of the types text,
-    document and search_result (of text), tool_use, tool_result and thinking. The policy continues a last message of the assistant."""
+    document and search_result (of text), tool_use, tool_result and thinking. The policy continues a last message of
+    the assistant."""
     system: str | list[dict[str, Any]] | None = None
     """The system prompt: a string or a list of text blocks."""
     tools: list[dict[str, Any]] | None = None

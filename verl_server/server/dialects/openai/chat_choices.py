@@ -29,10 +29,10 @@ class ChatChoices(Choices):
         """Parser of each sample, by the sample's name in scheduler messages."""
 
     def finish_type(self, index: int, state: ReqState) -> str | None:
-        """Return the finish reason: "tool_calls" for a message that ends after calls."""
+        """Return the finish reason: "tool_calls" for a message that ends after whole calls."""
         reason = super().finish_type(index, state)
         parser = self._parsers.get(state.req.rid)
-        return "tool_calls" if reason == "stop" and parser is not None and parser.has_calls else reason
+        return "tool_calls" if reason == "stop" and parser is not None and parser.has_whole_calls else reason
 
     # -- the whole response ---------------------------------------------------------------------------------
 
@@ -142,7 +142,12 @@ class _SampleParser:
         self._delays_reasoning = not body.stream_reasoning
         self._one_call = not body.parallel_tool_calls
         self._delayed: list[str] = []
-        self.has_calls = False
+        self._has_calls = False
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """True if the message has calls, and its last one is not cut."""
+        return self._has_calls and not self._parser.is_cut
 
     def push(self, text: str) -> list[Delta]:
         return self._select(self._parser.push(text))
@@ -161,7 +166,7 @@ class _SampleParser:
                     self._delayed.append(delta.text)
                     continue
             elif isinstance(delta, ToolCallDelta):
-                self.has_calls = True
+                self._has_calls = True
                 if self._one_call and delta.index > 0:
                     continue
             if not isinstance(delta, ReasoningDelta):
