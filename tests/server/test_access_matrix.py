@@ -35,6 +35,8 @@ def may_call(operation: Operation, caller: str | None, settings: dict[str, str])
             return True
         case "owner":
             return is_owner
+        case "local_owner":
+            return is_owner or not settings
         case "control":
             needed = settings.get("admin_api_key", settings.get("api_key"))
             return needed is None or caller == needed

@@ -6,7 +6,8 @@ admin key. Control routes and session routes refuse requests that only a web pag
 (`web.origins`). A refusal names the key that is missing and the headers that may carry it (`web.keys`).
 
 A session key permits generation in its own session (`sessions.access`). The routes that create, read and end sessions
-need an owner's key, which is either key; they exist only if a key is set.
+need an owner's key, which is either key; they exist only if a key is set. SGLang's sessions (`/open_session`,
+`session_params`) need none on a server without keys that listens on loopback.
 
 `app.create_app` puts `AuthMiddleware` behind `RouteMiddleware`: `Operation.access` of the route that was found decides.
 The handler of `/abort_request` calls `AccessRules.control_refusal` itself, because the body decides whether the request
@@ -22,6 +23,7 @@ from verl_server.server.http.routing import error_answer, not_served, route_of
 from verl_server.server.sessions.access import SessionAccess, without_owner_key
 from verl_server.server.sessions.table import SessionTable
 from verl_server.server_args import ServerArgs
+from verl_server.web.addresses import is_loopback
 from verl_server.web.keys import is_one_of, key_needed, sent_keys
 from verl_server.web.origins import page_refusal
 from verl_server.web.resolver import NotServed
@@ -60,6 +62,18 @@ class AccessRules:
         if not self.owner_keys:
             return without_owner_key()
         return self._key_refusal(scope, self.owner_keys) or self._page_refusal(scope)
+
+    def local_owner_refusal(self, scope: Scope) -> VerlServerError | None:
+        """Check a request to a route of SGLang's sessions, which is open on loopback where no key is set."""
+        return self._page_refusal(scope) if self._is_open_locally else self.owner_refusal(scope)
+
+    def is_local_owner(self, scope: Scope) -> bool:
+        """Return True if a request owns SGLang's sessions without a key. One that a web page sent does not."""
+        return self._is_open_locally and page_refusal(scope, self._host) is None
+
+    @property
+    def _is_open_locally(self) -> bool:
+        return not self.owner_keys and is_loopback(self._host)
 
     @property
     def owner_keys(self) -> list[str]:
@@ -109,7 +123,8 @@ class AuthMiddleware:
         if isinstance(route, NotServed) and route.status == 400:
             return not_served(route)
         operation = None if isinstance(route, NotServed) else route.operation
-        found = self._sessions.resolve(scope, operation, sent, self._rules.is_owner(sent))
+        is_owner = self._rules.is_owner(sent) or self._rules.is_local_owner(scope)
+        found = self._sessions.resolve(scope, operation, sent, is_owner)
         if not isinstance(found, bool):
             return found
         if found:
@@ -119,6 +134,8 @@ class AuthMiddleware:
                 return None
             case "owner":
                 return self._rules.owner_refusal(scope) or self._sessions.starting()
+            case "local_owner":
+                return self._rules.local_owner_refusal(scope) or self._sessions.starting()
             case "control":
                 return self._rules.control_refusal(scope)
             case _:  # "key", and what nobody serves

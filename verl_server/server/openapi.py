@@ -248,7 +248,7 @@ def _error_statuses(operation: Operation, path: str, method: str) -> list[int]:
         statuses |= {429}
     if operation.access == "control" or path == "/abort_request":
         statuses |= {403, 404, 409, 415, 504}
-    if operation.access == "owner":
+    if operation.access in ("owner", "local_owner"):
         statuses |= {403, 409, 503}
     if "{" in path or path == "/metrics" or operation.body is not None:
         statuses |= {404}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server.server.app import operations
+from verl_server.server.app import create_app, operations
 from verl_server.server.auth import AccessRules
 from verl_server.server.sessions.service import SessionService
 
@@ -120,12 +120,12 @@ def test_session_routes_need_an_owners_key(
 ) -> None:
     stack = make_stack(**settings)
     mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionService(stack.manager, stack.args))
-    owned = [operation for operation in mounted if operation.access == "owner"]
+    owned = [operation for operation in mounted if operation.access in ("owner", "local_owner")]
     assert len(owned) >= 8
     for operation in mounted:
         for path in operation.paths:
             is_session_path = re.match(r"/(sessions|open_session)\b", path) is not None
-            assert is_session_path == (operation.access == "owner"), path
+            assert is_session_path == (operation in owned), path
     reached = reaches(stack, monkeypatch)
     for operation in owned:
         for method in operation.methods:
@@ -145,13 +145,47 @@ def test_without_a_key_there_are_no_sessions(make_stack: MakeStack) -> None:
         ("POST", "/sessions"),
         ("GET", "/sessions"),
         ("GET", "/sessions/x"),
-        ("POST", "/open_session"),
     ):
         response = stack.request(method, path, json={} if method == "POST" else None)
         assert (response.status_code, response.headers["X-Verl-Error"]) == (403, "ForbiddenError")
         assert "--api-key-file or --admin-api-key-file" in response.text
     assert stack.request("GET", "/s/vs-x/v1/models").status_code == 401
     assert stack.get("/v1/models", headers=bearer("vs-" + "x" * 43)).status_code == 200, "as before"
+
+
+def test_sglangs_sessions_need_no_key_on_loopback(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    stack.app = create_app(stack.manager, stack.args, SessionService(stack.manager, stack.args))
+
+    def ask(ids: list[int], **params: Any) -> Any:
+        return stack.generate(
+            input_ids=ids, sampling_params={"max_new_tokens": 2}, session_params={"id": "s", **params}
+        )
+
+    page = {"Sec-Fetch-Site": "cross-site"}
+    body = {"capacity_of_str_len": 1, "session_id": "s"}
+    assert stack.post("/open_session", body, headers=page).status_code == 403
+    assert stack.post("/open_session", body).json() == "s" and stack.post("/open_session", body).status_code == 400
+    first = ask([5])
+    second = ask([9], rid=first["meta_info"]["id"])
+    assert stack.scheduler.received[-1].input_ids == [5, *first["output_ids"], 9]
+    assert second["meta_info"]["session"]["parent"] == 0
+    assert stack.post("/generate", {"input_ids": [5]}, headers={"X-Session-ID": "s"}).status_code == 200
+    assert stack.get("/sessions/s").status_code == 403, "the record is an owner's"
+    from_page = stack.post("/generate", {"input_ids": [5], "session_params": {"id": "s"}}, headers=page)
+    assert from_page.status_code == 400 and "session_params.id" in from_page.text
+    assert stack.post("/close_session", {"session_id": "s"}, headers=page).status_code == 200
+    ask([5])
+    assert stack.post("/close_session", {"session_id": "s"}).status_code == 200
+    assert stack.post("/generate", {"input_ids": [5], "session_params": {"id": "s"}}).status_code == 404
+
+
+@pytest.mark.parametrize("settings", [{"host": "0.0.0.0", "allow_unauthenticated": True}, {"admin_api_key": "a"}])
+def test_sglangs_sessions_need_a_key_elsewhere(make_stack: MakeStack, settings: dict[str, Any]) -> None:
+    stack = make_stack(**settings)
+    assert stack.post("/open_session", {"session_id": "s"}).status_code in (401, 403)
+    body = {"input_ids": [5], "session_params": {"id": "s"}}
+    assert "needs the owner's key" in stack.post("/generate", body).json()["error"]["message"]
 
 
 def test_ended_unknown_and_contradicting_keys(make_stack: MakeStack) -> None:

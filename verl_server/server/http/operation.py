@@ -27,10 +27,11 @@ TEXT = "text/plain"
 EVENTS = "text/event-stream"
 GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
 
-Access = Literal["open", "key", "control", "owner"]
+Access = Literal["open", "key", "control", "owner", "local_owner"]
 """The callers that an operation admits. open: everybody. key: who has a key, or everybody if `api_key` is not set.
 control: the operation affects the whole server, and needs the admin key if one is set. owner: a session route, which
-needs a key of the server, also where ordinary routes are open."""
+needs a key of the server, also where ordinary routes are open. local_owner: like owner, but everybody on a server
+without keys that listens on loopback, as in SGLang."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,10 @@ _NO_KEY = "sessions need a key: start the server with --api-key-file or --admin-
 
 
 def owner_of(scope: Scope) -> bytes | None:
-    """Return a hash of the owner's key that a request without a session key was sent with, or None."""
+    """Return a hash of the owner's key that a request without a session key was sent with, or None.
+
+    On a loopback server without keys, every request that no web page sent has the rights of an owner.
+    """
     key: bytes | None = scope.get("state", {}).get(_OWNER_STATE)
     return key
 
@@ -74,7 +77,8 @@ class SessionPathMiddleware:
 
 
 class SessionAccess:
-    """Reads the session of each request. `owner_keys` are the server's keys; without one, there are no sessions."""
+    """Reads the session of each request. `owner_keys` are the server's keys; without one, there are only the sessions
+    of SGLang's wire, which `session_params` names."""
 
     def __init__(self, table: SessionTable, owner_keys: list[str]) -> None:
         self._table = table
@@ -87,15 +91,15 @@ class SessionAccess:
 
         Return an error that refuses the request, True if a session key permits the request, or False if the ordinary
         rules decide. `operation` is None if no route serves the request. `sent_keys` are the keys in the headers.
-        `is_owner`: an owner's key is among `sent_keys`.
+        `is_owner`: an owner's key is among `sent_keys`, or the request owns SGLang's sessions without one.
         """
         in_path: bytes | None = scope.get("state", {}).pop(_STATE, None)
         if not self._owner_keys:
-            return (
-                False
-                if in_path is None
-                else UnauthorizedError(f"Unauthorized: the path has a session key, and {_NO_KEY}.")
-            )
+            if in_path is not None:
+                return UnauthorizedError(f"Unauthorized: the path has a session key, and {_NO_KEY}.")
+            if is_owner:
+                scope.setdefault("state", {})[_OWNER_STATE] = _scope_key(sent_keys)
+            return False
         keys = {key for key in sent_keys if key.startswith(KEY_PREFIX.encode()) and key not in self._owner_keys}
         if in_path is not None:
             keys.add(in_path)
@@ -103,7 +107,7 @@ class SessionAccess:
         if not keys:
             if not is_owner:
                 return False
-            scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
+            scope_key = _scope_key(sent_keys)
             scope.setdefault("state", {})[_OWNER_STATE] = scope_key
             return self._resolve_header(scope, operation, headers, scope_key) or False
         if (refusal := self.starting()) is not None:
@@ -146,6 +150,10 @@ class SessionAccess:
         state: dict[str, Any] = scope.setdefault("state", {})
         state["session"] = SessionCaller(session_id, child, is_owner, scope_key)
         return None
+
+
+def _scope_key(sent_keys: list[bytes]) -> bytes:
+    return hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
 
 
 def _take_key(scope: Scope) -> bytes | None:

@@ -255,8 +255,8 @@ def _named(request: Request, given: SessionParams) -> SessionCaller:
         return caller
     if caller is not None or owner is None:
         raise BadRequestError(
-            "session_params.id names a session of another key: it needs the owner's key, on a server with an API key "
-            "or an admin key."
+            "session_params.id names a session of another key: it needs the owner's key, or a server without keys "
+            "that listens on loopback."
         )
     return SessionCaller(given.id, None, True, owner)
 

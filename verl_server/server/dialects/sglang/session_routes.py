@@ -48,7 +48,7 @@ class SglangSessionApi:
                 "/open_session",
                 self.open_session,
                 BOTH,
-                access="owner",
+                access="local_owner",
                 body=OpenSessionReq,
                 without_effect={"capacity_of_str_len": _CAPACITY},
             ),
@@ -62,7 +62,8 @@ class SglangSessionApi:
         ]
 
     async def open_session(self, request: Request) -> Response:
-        """Return the id of a new session as a JSON string. 400 if a session has the id already."""
+        """Return the id of a new session as a JSON string. 400 if a session has the id already. On a server without
+        keys that listens on loopback, everybody may open a session."""
         body = await read_object(request, OpenSessionReq, self._limit)
         limits = SessionLimits(seconds=body.timeout)
         try:
@@ -75,7 +76,7 @@ class SglangSessionApi:
     async def close_session(self, request: Request) -> Response:
         """Delete the session, and note that no request continues the session with this hint: the pages of its history
         are evicted first. Return 200 with an empty body, as SGLang does for an unknown id, too. Deleting needs an
-        owner's key. A caller without it ends the hint only. Send the request after the last reply of the session."""
+        owner's key, or none on a loopback server without keys. Another caller ends the hint only. Send the request after the last reply of the session."""
         named = (await read_object(request, CloseSessionReq, self._limit)).session_id
         if owner_of(request.scope) is not None:
             if not self._ledger.table.is_complete:
