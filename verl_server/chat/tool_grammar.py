@@ -14,7 +14,7 @@ from verl_server.chat.call_readers import TEXT
 from verl_server.chat.output import OutputFormat
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types
 from verl_server.errors import BadRequestError
-from verl_server.grammar.json_schema import enforceable_schema, marked_rule
+from verl_server.grammar.json_schema import enforceable_schema, marked_rule, with_layout
 
 _PLAIN_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One space after commas and colons, as chat templates write JSON. Free white space might never end."""
@@ -140,10 +140,8 @@ class _Lark:
     def json(self, owner: str, schema: Mapping[str, Any]) -> str:
         """Match a JSON value of the schema. `owner` names the schema in errors."""
         name = f"json{len(self._rules)}"
-        own = schema.get("x-guidance")
-        options = _PLAIN_JSON | (own if isinstance(own, dict) else {})
         try:
-            self._rules.append(marked_rule(name, owner, enforceable_schema({**schema, "x-guidance": options})))
+            self._rules.append(marked_rule(name, owner, with_layout(enforceable_schema(schema), **_PLAIN_JSON)))
         except (BadRequestError, RecursionError):
             raise BadRequestError(f"{owner}: the JSON schema nests too deeply. Use a simpler schema.") from None
         return name

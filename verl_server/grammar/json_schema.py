@@ -9,9 +9,11 @@ An unknown `format` is removed: JSON Schema 2020-12 makes it an annotation.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Collection, Mapping
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +48,9 @@ _IN_PLACE = frozenset({
 _ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")
 """They matter to `$dynamicRef` and `$recursiveRef` only, which are refused themselves."""
 
+_WHITE_SPACE = r"[ \t]{0,8}(\r?\n[ \t]{0,40})?"
+"""White space between two tokens of JSON: some spaces, and at most one line break with an indentation."""
+_SEPARATORS = {"item": ",", "key": ":"}
 _MARK = "// schema of "
 """A line of a grammar before the line with a schema. `schema_refusal` quotes it."""
 _KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
@@ -63,6 +68,35 @@ def enforceable_schema(schema: Any) -> Any:
         return _schema(schema, schema)
     except RecursionError:
         raise BadRequestError("The JSON schema nests too deeply. Use a simpler schema.") from None
+
+
+def with_layout(schema: Any, **layout: Any) -> Any:
+    """Return a schema whose JSON has a bounded amount of white space between two tokens.
+
+    A model that finds no next token likely would write line breaks until `max_new_tokens`. `layout` has llguidance's
+    options; those of the schema's own `x-guidance` win, also a `whitespace_pattern` without a bound.
+    """
+    own = schema.get("x-guidance") if isinstance(schema, dict) else None
+    if schema is False or not isinstance(own, dict | None):
+        return schema  # it permits nothing, or llguidance refuses it
+    options = layout | (own or {})
+    if options.get("whitespace_flexible") is not False and "whitespace_pattern" not in options:
+        options |= _bounded_space()
+    return {**({} if schema is True else schema), "x-guidance": options}
+
+
+@functools.cache
+def _bounded_space() -> dict[str, Any]:
+    """Return llguidance's options that bound white space.
+
+    Before 1.9, llguidance repeats a `whitespace_pattern`: there, white space may stand around commas and colons only.
+    vLLM 0.32 needs llguidance 1.7.
+    """
+    major, minor = version("llguidance").split(".")[:2]
+    if (int(major), int(minor)) >= (1, 9):
+        return {"whitespace_pattern": _WHITE_SPACE}
+    separators = {f"{name}_separator": f"{_WHITE_SPACE}{mark}{_WHITE_SPACE}" for name, mark in _SEPARATORS.items()}
+    return {"whitespace_flexible": False} | separators
 
 
 def marked_rule(name: str, owner: str, schema: Any) -> str:

@@ -14,7 +14,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.gbnf import is_gbnf, lark_of_gbnf
-from verl_server.grammar.json_schema import enforceable_schema
+from verl_server.grammar.json_schema import enforceable_schema, with_layout
 from verl_server.grammar.structural_tag import lark_of_regex, lark_of_structural_tag
 from verl_server.sampling_params import SamplingParams
 
@@ -59,7 +59,7 @@ def _json_schema(text: str) -> str:
         raise BadRequestError(
             f"sampling_params.json_schema must be a JSON schema (an object or a boolean), not {type(schema).__name__}."
         )
-    return json.dumps({"grammars": [{"json_schema": enforceable_schema(schema)}]})
+    return json.dumps({"grammars": [{"json_schema": with_layout(enforceable_schema(schema))}]})
 
 
 def _structural_tag(text: str, special_tokens: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.gbnf import is_gbnf, lark_of_gbnf
-from verl_server.grammar.json_schema import enforceable_schema
+from verl_server.grammar.json_schema import enforceable_schema, with_layout
 
 _MOST_DEPTH = 32
 """Largest number of formats inside each other."""
@@ -233,7 +233,7 @@ def _schema(form: dict[str, Any]) -> Any:
     schema = form.get("json_schema")
     if not isinstance(schema, (dict, bool)):
         raise BadRequestError(f"{_WHERE}: a JSON schema must be an object or a boolean, not {schema!r:.60}.")
-    return enforceable_schema(schema)
+    return with_layout(enforceable_schema(schema))
 
 
 def _refuse(form: dict[str, Any], name: str) -> None:

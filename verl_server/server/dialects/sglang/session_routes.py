@@ -76,7 +76,8 @@ class SglangSessionApi:
     async def close_session(self, request: Request) -> Response:
         """Delete the session, and note that no request continues the session with this hint: the pages of its history
         are evicted first. Return 200 with an empty body, as SGLang does for an unknown id, too. Deleting needs an
-        owner's key, or none on a loopback server without keys. Another caller ends the hint only. Send the request after the last reply of the session."""
+        owner's key, or none on a loopback server without keys. Another caller ends the hint only. Send the request
+        after the last reply of the session."""
         named = (await read_object(request, CloseSessionReq, self._limit)).session_id
         if owner_of(request.scope) is not None:
             if not self._ledger.table.is_complete:
