@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from verl_server.chat.output import ContentDelta, Delta, OutputParser, ToolCallDelta
-from verl_server.errors import VerlServerError
+from verl_server.errors import ContextLengthError, VerlServerError
 from verl_server.server.dialects.openai.choices import answer_metadata
 from verl_server.server.dialects.openai.logprobs import LogprobWriter
 from verl_server.server.dialects.openai.responses_items import Event, OutputItems
@@ -195,6 +195,11 @@ def _usage(state: ReqState) -> dict[str, Any]:
 
 
 def _error(error: VerlServerError) -> dict[str, Any]:
-    """Return the `error` of a failed response. OpenAI's `code` is one of a list, so our own name is its `type`."""
+    """Return the `error` of a failed response. OpenAI's `code` is one of a list, so our own name is its `type`.
+
+    The list lacks `context_length_exceeded`, which OpenAI's service sends and agents look for.
+    """
     code = "server_error" if error.status_code >= 500 else "invalid_prompt"
+    if error.code == ContextLengthError.code:
+        code = error.code
     return {"code": code, "message": str(error), "type": error.code}
