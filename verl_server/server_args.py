@@ -16,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
+from verl_server import lora
 from verl_server.errors import BadRequestError
 from verl_server.web.addresses import is_loopback
 from verl_server.web.key_files import check_key, read_key_file
@@ -484,6 +485,8 @@ class ServerArgs:
         """Build from keyword arguments. Raise BadRequestError for an unknown name or a missing `model_path`."""
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = [name for name in kwargs if name not in known]
+        if (adapters := lora.first_named(unknown)) is not None:
+            raise BadRequestError(lora.refusal(f"The server argument {adapters!r:.100}"))
         if unknown:
             raise BadRequestError(f"Unknown server argument(s) {unknown}; known: {', '.join(known)}.")
         if "model_path" not in kwargs:

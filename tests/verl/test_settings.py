@@ -157,6 +157,13 @@ def test_a_model_setting_is_refused_by_name(make_config: Make, case: str) -> Non
         check_supported(section.rollout, model)
 
 
+def test_the_way_to_train_an_adapter_comes_first(make_config: Make) -> None:
+    section = make_config().actor_rollout_ref
+    section.model.lora_rank = 8
+    with pytest.raises(BadRequestError, match=r"^Set .*\.lora\.merge=True.*docs/weight-sync\.md.*not served"):
+        check_supported(section.rollout, section.model)
+
+
 def test_merged_lora_is_accepted(make_config: Make) -> None:
     section = make_config().actor_rollout_ref
     section.model.lora_rank, section.model.lora.merge = 8, True

@@ -84,12 +84,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     from verl_server.errors import VerlServerError
 
     try:
+        _refuse_adapters(args)
         return commands[args[0]](args[1:])
     except VerlServerError as error:
         print(f"verl-server {args[0]}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse_adapters(args: list[str]) -> None:
+    """Raise BadRequestError for an option about adapters, of SGLang, of vLLM or of a trainer."""
+    from verl_server import lora
+    from verl_server.errors import BadRequestError
+
+    options = [arg.split("=")[0] for arg in args if arg.startswith("--")]
+    if (option := lora.first_named(options)) is not None:
+        raise BadRequestError(lora.refusal(option))
 
 
 def _serve(args: list[str]) -> int:

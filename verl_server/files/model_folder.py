@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from verl_server import lora
 from verl_server.errors import BadRequestError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -49,9 +50,10 @@ def resolve_model_folder(
     """Return the local folder of a model: `model_path` itself, or the hub's snapshot, which may be downloaded now.
 
     With `config_only` no weights are downloaded. Raise BadRequestError, which names `setting`, if there is no such
-    model.
+    model, and for an adapter.
     """
     if (folder := local_folder(model_path, setting)) is not None:
+        refuse_adapter(folder, model_path)
         return folder
     from huggingface_hub import snapshot_download
 
@@ -67,7 +69,20 @@ def resolve_model_folder(
         )
     except Exception as error:
         raise no_such_model(model_path, problem, str(error), setting) from error
+    refuse_adapter(Path(snapshot), model_path)
     return Path(snapshot)
+
+
+def refuse_adapter(folder: Path, model_path: str) -> None:
+    """Raise BadRequestError if PEFT has written an adapter into the folder, also beside a whole model.
+
+    A server of the model alone would leave the adapter out in silence.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise BadRequestError(
+            f"{lora.MERGE_FOLDER}. model_path={model_path!r} is the folder of an adapter, because it has "
+            "adapter_config.json, and adapters are not served."
+        )
 
 
 def config_folder(model_path: str, revision: str | None = None, *, setting: str = "model_path") -> Path:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from verl_server import lora
+
 _NO_MULTIMODAL = "only text and token ids are served"
 _NO_INTERNALS = "this server returns tokens and log-probabilities only"
 _NO_ROUTING = "this server has one data-parallel rank, 0"
@@ -30,8 +32,7 @@ UNSUPPORTED_FIELDS = {
     "need_wait_for_mm_inputs": _NO_MULTIMODAL,
     "num_items_assigned": _NO_MULTIMODAL,
     "encoder_urls": _NO_MULTIMODAL,
-    "lora_path": "LoRA adapters are not served; push merged weights",
-    "lora_id": "LoRA adapters are not served; push merged weights",
+    **lora.REQUEST_FIELDS,
     "custom_logit_processor": "use logit_bias, allowed_token_ids, bad_words or penalties",
     "watermark": "watermarks are not implemented",
     "return_hidden_states": _NO_INTERNALS,

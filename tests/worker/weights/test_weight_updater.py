@@ -318,6 +318,8 @@ def test_disk_replaces_everything_or_nothing(ranks: Ranks, tmp_path: Path) -> No
     for name, tensors in {"good": new, "short": some(new, EMBED), "odd": new | {NORM: torch.ones(9)}}.items():
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "cut").mkdir()
     whole = (tmp_path / "good" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[:-8])
@@ -326,6 +328,7 @@ def test_disk_replaces_everything_or_nothing(ranks: Ranks, tmp_path: Path) -> No
         ("odd", NORM),
         ("cut", "complete"),
         ("none", "does not exist"),
+        ("adapter", "Merge the adapter"),
     ):
         reply = ranks.handle(UpdateWeightsFromDiskReq(model_path=str(tmp_path / folder)))
         assert (reply.success, reply.status_code) == (False, 400), folder

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from verl_server import lora
 from verl_server.backends.vllm.plugin import ENDS_WITH_PARENT
 from verl_server.errors import BadRequestError
 from verl_server.files.model_folder import resolve_model_folder
@@ -25,6 +26,8 @@ _REFUSED = {
 
 def check_engine_args(engine_args: dict[str, Any], ours: set[str]) -> None:
     """Raise BadRequestError if `engine_args` has a name that is in `ours` or would break a promise of the server."""
+    if (adapters := lora.first_named(engine_args)) is not None:
+        raise BadRequestError(lora.refusal(f"engine_args.{adapters}"))
     taken = sorted(ours & set(engine_args))
     if taken:
         raise BadRequestError(f"engine_args must not have {', '.join(taken)}: verl-server sets them itself.")

@@ -11,6 +11,7 @@ import dataclasses
 import typing
 from typing import Any
 
+from verl_server import lora
 from verl_server.errors import BadRequestError
 from verl_server.server_args import ServerArgs as Settings
 
@@ -87,12 +88,29 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 """Setting -> (SGLang's default, why nothing is lost)."""
 
 _NOT_SPLIT = "the server has one data-parallel, pipeline and expert rank; start several servers"
-_NO_ADAPTERS = "LoRA adapters are not served; push merged weights"
 _NO_DRAFT = "speculative decoding is not implemented"
 _NOT_DISAGGREGATED = "prefill and decode are not disaggregated"
 _NOT_QUANTIZED = "weights are served in the dtype of `dtype`"
 _TEXT_ONLY = "only text and token ids are served"
 _TOKENS_ONLY = "the server returns tokens and log-probabilities only"
+
+_LORA_DEFAULTS: dict[str, Any] = {
+    "enable_lora": None,
+    "enable_lora_overlap_loading": None,
+    "experts_shared_outer_loras": None,
+    "lora_backend": "csgmv",
+    "lora_drain_wait_threshold": 0.0,
+    "lora_eviction_policy": "lru",
+    "lora_paths": None,
+    "lora_strict_loading": False,
+    "lora_target_modules": None,
+    "lora_use_virtual_experts": False,
+    "max_loaded_loras": None,
+    "max_lora_chunk_size": 16,
+    "max_lora_rank": None,
+    "max_loras_per_batch": 8,
+}
+"""SGLang's settings of adapters -> their defaults."""
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "dp_size": (1, _NOT_SPLIT),
@@ -103,11 +121,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "enable_dp_attention": (False, _NOT_SPLIT),
     "enable_dp_lm_head": (False, _NOT_SPLIT),
     "gpu_id_step": (1, "set gpu_uuids"),
-    "enable_lora": (None, _NO_ADAPTERS),
-    "lora_paths": (None, _NO_ADAPTERS),
-    "max_lora_rank": (None, _NO_ADAPTERS),
-    "lora_target_modules": (None, _NO_ADAPTERS),
-    "max_loras_per_batch": (8, _NO_ADAPTERS),
+    **{name: (default, lora.PUSH_MERGED) for name, default in _LORA_DEFAULTS.items()},
     "speculative_algorithm": (None, _NO_DRAFT),
     "speculative_draft_model_path": (None, _NO_DRAFT),
     "speculative_num_steps": (None, _NO_DRAFT),

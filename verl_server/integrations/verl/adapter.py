@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 
+from verl_server import lora
 from verl_server.engine.base import EngineBase
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import ControlTimeoutError, ServerDiedError, ServerUnavailableError, VerlServerError
@@ -97,7 +98,7 @@ class ServerAdapter(BaseRollout):
             )
         if peft_config is not None:
             raise NotImplementedError(
-                "The server has no adapters. Set actor_rollout_ref.model.lora.merge=True to push merged weights."
+                f"{lora.MERGE_IN_VERL}. An update of an adapter is not supported, because adapters are not served."
             )
         if isinstance(weights, AsyncIterable):
             weights = _copied(weights, asyncio.get_running_loop())

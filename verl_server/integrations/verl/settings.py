@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl_server import lora
 from verl_server.engine.placement import seed_of_engine
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import LogprobsMode
@@ -202,8 +203,8 @@ def check_supported(config: Any, model_config: Any) -> None:
     rank = _get(model_config, "lora_rank") or _get(model_config, "lora.rank") or 0
     if rank > 0 and not _get(model_config, "lora.merge"):
         raise BadRequestError(
-            f"model.lora_rank={rank} is not supported by rollout.name=verl_server without model.lora.merge=True: the "
-            "server has no LoRA adapters and needs merged weights."
+            f"{lora.MERGE_IN_VERL}. model.lora_rank={rank} without it is not supported by rollout.name=verl_server, "
+            "because adapters are not served."
         )
     if _get(model_config, "mtp.enable_rollout"):
         raise BadRequestError(

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
+from verl_server import lora
 from verl_server.errors import WeightUpdateError
 from verl_server.models.loader import WeightMap
 
@@ -71,11 +72,8 @@ class ModelNames:
     def _refuse_adapters(self, unknown: list[str]) -> None:
         adapters = [n for n in unknown if any(part.startswith("lora_") for part in n.split("."))]
         if adapters:
-            raise WeightUpdateError(
-                f"The update has LoRA parameters ({listed(adapters)}), and the model here has no adapters: merge them "
-                "into the base weights (PEFT: model.merge_adapter()), push without them (leave out every name with "
-                "'lora_'), then model.unmerge_adapter()."
-            )
+            refusal = lora.refusal(f"An update with LoRA parameters ({listed(adapters)})")
+            raise WeightUpdateError(f"{refusal} After the merge, leave out every name with 'lora_'.")
 
     def _refuse_unknown(self, unknown: list[str]) -> None:
         if not unknown:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from verl_server.errors import BadRequestError, UnknownRegistrationError, VerlServerError
-from verl_server.files.model_folder import local_folder, resolve_model_folder
+from verl_server.files.model_folder import local_folder, refuse_adapter, resolve_model_folder
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
@@ -172,6 +172,7 @@ class WeightSources:
                 f"model_path={model_path!r} is not a folder on the server's host. (The server downloads hub ids only "
                 "if it was started with allow_hub_updates=True.)"
             )
+        refuse_adapter(folder, model_path)
         return folder
 
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from verl_server.errors import BadRequestError
+from verl_server import lora
+from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.web.json_body import given_fields, names_of_unknown
 from verl_server.web.json_convert import read_struct
 
@@ -20,6 +21,7 @@ REFUSED = {
     "container": "the server runs no code",
     "mcp_servers": "the server calls no tools: declare the tools in `tools` and call them in the client",
     "thread": "the server holds no conversation under the id of a message: send the whole `messages` in each request",
+    **lora.REQUEST_FIELDS,
 }
 """Known field that is not implemented -> what to do instead."""
 WITHOUT_EFFECT = {
@@ -44,6 +46,12 @@ class ThreadUnsupportedError(BadRequestError):
     """The request has `thread`. Anthropic's clients know the code, and send the whole conversation instead."""
 
     code = "thread_unsupported_request"
+
+
+class AdapterNotFoundError(VerlServerError):
+    """The request names an adapter of the served model, and adapters are not served."""
+
+    status_code = 404
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -71,7 +79,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/messages/count_tokens`."""
 
     model: str = ""
-    """Any name: a server serves one model."""
+    """Any name, because a server serves one model, except for one of its adapters (`served model:adapter`)."""
     messages: list[dict[str, Any]]
     """Messages of the roles user, assistant and system. Content is a string or a list of blocks of the types text,
     document and search_result (of text), tool_use, tool_result and thinking. The policy continues a last message of

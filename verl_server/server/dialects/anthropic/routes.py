@@ -13,11 +13,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from verl_server import lora
 from verl_server.errors import VerlServerError
 from verl_server.server.dialects.anthropic.message import MessageWriter, event
 from verl_server.server.dialects.anthropic.protocol import (
     REFUSED,
     WITHOUT_EFFECT,
+    AdapterNotFoundError,
     CountTokensRequest,
     MessagesRequest,
     ThreadUnsupportedError,
@@ -70,6 +72,7 @@ class AnthropicApi:
         """Return Anthropic's message, with blocks of the types thinking, text and tool_use. With `stream`, send
         server-sent events with Anthropic's events."""
         read = await self._turns.read(request, MESSAGES)
+        self._refuse_adapter(read.request.model)
         self._manager.text.warn_of_unused(read.unused_options)
         wanted = GenerateReqInput(
             sampling_params=read.sampling_params,
@@ -83,8 +86,7 @@ class AnthropicApi:
             read.next,
             ReplyShape("messages", read.output, clamps=True),
         )
-        model = self._manager.server_args.served_model_name or self._manager.controls.model_path
-        writer = MessageWriter(read, model, generation.states[0])
+        writer = MessageWriter(read, self._model_name, generation.states[0])
         headers = {"request-id": writer.id}
         if read.request.stream:
             stream = EventStream(_events(generation, writer), generation.close)
@@ -102,6 +104,17 @@ class AnthropicApi:
         counted = await self._turns.read(request, COUNT_TOKENS)
         self._manager.text.warn_of_unused(counted.unused_options)
         return json_response({"input_tokens": counted.count})
+
+    @property
+    def _model_name(self) -> str:
+        return self._manager.server_args.served_model_name or self._manager.controls.model_path
+
+    def _refuse_adapter(self, name: str) -> None:
+        """Raise AdapterNotFoundError for `model:adapter` with the served model. Claude's own names may have colons."""
+        model, colon, _ = name.partition(":")
+        served = self._model_name
+        if colon and name != served and model in (served, served.rpartition("/")[2]):
+            raise AdapterNotFoundError(lora.refusal(f"The model {name!r:.200}"))
 
 
 async def _events(generation: Generation, writer: MessageWriter) -> AsyncIterator[bytes]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
+from verl_server import lora
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.dialects.openai.constraints import response_format_schema
@@ -46,7 +47,8 @@ RESPONSES_REFUSED = {
 } | {
     name: reason
     for name, reason in CHAT_REFUSED.items()
-    if name in ("lora_path", "session_params", "custom_params", "custom_logit_processor", "return_hidden_states")
+    if name in lora.REQUEST_FIELDS
+    or name in ("session_params", "custom_params", "custom_logit_processor", "return_hidden_states")
 }
 RESPONSES_WITHOUT_EFFECT = {
     "user": "it names the caller to OpenAI",

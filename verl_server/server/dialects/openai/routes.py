@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from verl_server import lora
 from verl_server.errors import VerlServerError
 from verl_server.server.dialects.openai.chat_choices import ChatChoices
 from verl_server.server.dialects.openai.choices import Choices, TextChoices
@@ -138,10 +139,8 @@ class OpenAIApi:
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError for the name of an adapter, `model:adapter`. Other names are not compared."""
         if ":" in name and name != self._model_name:
-            raise ModelNotFoundError(
-                f"model {name!r:.200} names an adapter, and adapters are not served: push merged weights, and send the "
-                f"name {self._model_name!r} or any name without a colon."
-            )
+            refusal = lora.refusal(f"model {name!r:.200}")
+            raise ModelNotFoundError(f"{refusal} Send the name {self._model_name!r} or any name without a colon.")
 
     # -- completions ----------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from verl_server import lora
 from verl_server.errors import BadRequestError, error_for_status
 from verl_server.messages.io_struct import ControlReq, StartProfileReq, StopProfileReq
-from verl_server.server.http.operation import BOTH, TEXT, Operation
+from verl_server.server.http.operation import BOTH, POST, TEXT, Operation
 from verl_server.server.http.responses import json_response, read_json, unless_disconnected
 from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -53,6 +54,7 @@ _REFUSALS = {
     "/slow_down": "this server is not slowed down on purpose. Limit max_running_requests at its start.",
 }
 """Route of SGLang or of a fork -> why it is refused, and what to do instead."""
+_ADAPTER_ROUTES = ("/load_lora_adapter", "/load_lora_adapter_from_tensors", "/unload_lora_adapter")
 
 
 class SetInternalStateReq(msgspec.Struct, kw_only=True):
@@ -101,6 +103,7 @@ class OpsApi:
                 media_types=(),
             ),
             *(Operation(path, self.refuse, BOTH, access="control") for path in _REFUSALS),
+            *(Operation(path, self.refuse_adapter, POST, access="control") for path in _ADAPTER_ROUTES),
         ]
 
     async def start_profile(self, request: Request) -> Response:
@@ -149,6 +152,10 @@ class OpsApi:
         """Return 400 with the reason, and with what to do instead."""
         path = request.url.path.rstrip("/")
         raise BadRequestError(f"{path} is not supported: {_REFUSALS[path]}")
+
+    async def refuse_adapter(self, request: Request) -> Response:
+        """Return 400 with what to do instead: merge the adapter and push the weights."""
+        raise BadRequestError(lora.refusal(request.url.path))
 
     async def _body(self, request: Request, fields: Iterable[str], refused: dict[str, str]) -> dict[str, Any]:
         """Return the body, which may have `fields`. Raise BadRequestError if a field of `refused` is set."""

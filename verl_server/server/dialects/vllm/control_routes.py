@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from verl_server import lora
 from verl_server.errors import BadRequestError, WeightUpdateError, error_for_status
 from verl_server.messages.io_struct import (
     ContinueGenerationReq,
@@ -174,6 +175,8 @@ class VllmControlApi:
             ),
             Operation("/is_sleeping", self.is_sleeping, answer_error=vllm_error),
             _control("/collective_rpc", self.collective_rpc, CollectiveRpcReq),
+            _control("/v1/load_lora_adapter", self.refuse_adapter),
+            _control("/v1/unload_lora_adapter", self.refuse_adapter),
         ]
 
     async def pause(self, request: Request) -> Response:
@@ -251,6 +254,8 @@ class VllmControlApi:
     async def collective_rpc(self, request: Request) -> Response:
         """Return {"results"} with one entry for each rank; 400 for a method that is not in the table."""
         body = await self._parse(request, CollectiveRpcReq)
+        if lora.first_named([body.method]):
+            raise BadRequestError(lora.refusal(f"The method {body.method!r:.100}"))
         if body.method not in self.methods:
             raise BadRequestError(
                 f"The method {body.method!r:.100} cannot be called. This server has {', '.join(sorted(self.methods))}."
@@ -260,6 +265,10 @@ class VllmControlApi:
         if isinstance(result, dict):  # the answer of a route, where the method of vLLM's workers returns nothing
             result = None
         return json_response({"results": [result] * self._manager.server_args.tp_size})
+
+    async def refuse_adapter(self, request: Request) -> Response:
+        """Return 400 with what to do instead: merge the adapter and push the weights."""
+        raise BadRequestError(lora.refusal(request.url.path))
 
     async def check_health(self, carry_out: CarryOut) -> None:
         """Wait for an answer of the scheduler."""

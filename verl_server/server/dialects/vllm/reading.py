@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from verl_server import lora
 from verl_server.errors import BadRequestError
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
@@ -20,6 +21,7 @@ REFUSED = {
     "content_parts": _NO_MULTIMODAL,
     "kv_transfer_params": "prefill and decode are not disaggregated",
     "ec_transfer_params": "there is no encoder",
+    **lora.REQUEST_FIELDS,
 }
 """vLLM's request fields that are refused if they are set, each with the reason."""
 

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from verl_server import lora
 from verl_server._version import __version__
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.auth import AccessRules
@@ -122,7 +123,7 @@ class VllmApi:
     def _check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError for the name of an adapter, `model:adapter`. Other names are not compared."""
         if name and ":" in name and name != self._model_name:
-            raise ModelNotFoundError(f"The model `{name:.200}` does not exist: adapters are not served.")
+            raise ModelNotFoundError(lora.refusal(f"The model `{name:.200}`", "does not exist"))
 
     # -- abort ----------------------------------------------------------------------------------------------
 
