@@ -170,6 +170,20 @@ def test_reasoning_is_streamed(thinking: Caller) -> None:
     assert [piece for piece in pieces if piece] == ["hm hm"]
 
 
+def test_every_delta_has_the_field_of_the_reasoning(thinking: Caller) -> None:
+    """SGLang's clients read the field of every delta. Deltas are of reasoning, of text, of calls, and empty."""
+    for text, options in (
+        ("<think>\nhm\n</think>\n\nFive.", {}),
+        ("Five.", {"separate_reasoning": False}),
+        (CALL, {"tools": [TOOL]}),
+        ("", {"logprobs": True}),
+    ):
+        thinking.says(text, chunk=1)
+        frames = thinking.stream(CHAT, messages=MESSAGES, **options)
+        deltas = [choice["delta"] for frame in frames for choice in frame["choices"]]
+        assert deltas and all("reasoning_content" in delta for delta in deltas), deltas
+
+
 def test_effort_none_switches_thinking_off(thinking: Caller) -> None:
     thinking.says("x")
     thinking.chat(reasoning_effort="none")

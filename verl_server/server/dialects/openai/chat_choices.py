@@ -15,11 +15,15 @@ from verl_server.server.request_state import ReqState
 from verl_server.server.slices import text_pieces
 from verl_server.server.text.chat_prompt import ChatOutput
 
+_NO_REASONING = b'"reasoning_content":null'
+"""In every delta, as in SGLang: its clients read the attribute of the openai package's object."""
+_EMPTY = b'"content":"",' + _NO_REASONING
+
 
 class ChatChoices(Choices):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
-    last = b'"delta":{"content":""},"logprobs":null'
+    last = b'"delta":{%b},"logprobs":null' % _EMPTY
 
     def __init__(self, texts: TokenTexts, model: str, body: ChatCompletionRequest, output: ChatOutput) -> None:
         super().__init__(texts, model, body, (body.top_logprobs or 0) if body.logprobs else None)
@@ -109,8 +113,8 @@ class ChatChoices(Choices):
         if self._body.return_token_ids:
             ids = b',"token_ids":' + orjson.dumps(state.output_ids[start:end])
         if first:
-            content = b'"role":"assistant",' + (content or b'"content":""')
-        return b'"delta":{%b},"logprobs":%b%b' % (content or b'"content":""', logprobs, ids)
+            content = b'"role":"assistant",' + (content or _EMPTY)
+        return b'"delta":{%b},"logprobs":%b%b' % (content or _EMPTY, logprobs, ids)
 
     def first_fields(self, state: ReqState) -> bytes:
         fields: dict[str, Any] = {}
@@ -123,7 +127,7 @@ class ChatChoices(Choices):
     def _delta(self, state: ReqState, piece: str) -> bytes:
         """Return the fields of a delta with the next text of a sample, or b"" if there is none."""
         if not self._output.is_parsed:
-            return b'"content":' + orjson.dumps(piece) if piece else b""
+            return b'"content":%b,%b' % (orjson.dumps(piece), _NO_REASONING) if piece else b""
         parser = self._parsers.get(state.req.rid)
         if parser is None:
             parser = self._parsers[state.req.rid] = _SampleParser(self._chat, self._output, False, state.call_seed)
@@ -196,6 +200,8 @@ def _delta_fields(deltas: Sequence[Delta]) -> bytes:
     if reasoning:
         encoded = orjson.dumps(reasoning)
         fields.append(b'"reasoning_content":%b,"reasoning":%b' % (encoded, encoded))
+    elif content or calls:
+        fields.append(_NO_REASONING)
     if content:
         fields.append(b'"content":' + orjson.dumps(content))
     if calls:
