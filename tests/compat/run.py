@@ -35,10 +35,11 @@ TESTS = {
         "test_load_generator.py",
     ),
     "schemathesis": ("test_schemathesis.py",),
+    "kits": ("test_sglang_kits.py",),
 }
 """Environment -> its tests, in the order of the page."""
-_MOST_SECONDS = 1500.0
-"""Longest time for the tests of one environment."""
+_MOST_SECONDS = dict.fromkeys(TESTS, 1500.0) | {"kits": 600.0}
+"""Environment -> the longest time for its tests."""
 INTRODUCTION = """<!-- Written by `make test-compat`. -->
 
 # Compatibility
@@ -46,6 +47,14 @@ INTRODUCTION = """<!-- Written by `make test-compat`. -->
 Unmodified clients against a real server of this project, with a tiny random model on the CPU. Each row is a test that
 checks the answers' contents, not only their status codes. `make test-compat` ran it and wrote this page; packages are
 pinned in [tests/compat/environments](../tests/compat/environments).
+"""
+KITS = """
+## SGLang's own tests
+
+The tests that SGLang {version} ships for its server (`sglang/test/kits` of its wheel), unmodified, against a server
+with SmolLM2-135M-Instruct on the CPU: {passed} of {total} pass. The table names each of the others with the reason.
+[The suite](../tests/compat/clients/test_sglang_kits.py) fails if one of them passes or fails otherwise. It took
+{minutes:.1f} minutes on two cores.
 """
 
 
@@ -70,7 +79,7 @@ def main() -> int:
             continue
         python = make_environment(name)
         began = time.monotonic()
-        code, results[name] = run_tests(tests, python, settings, options.pytest)
+        code, results[name] = run_tests(tests, python, settings, options.pytest, _MOST_SECONDS[name])
         print(f"{name}: {len(results[name])} tests in {time.monotonic() - began:.0f} s", flush=True)
         codes.append(code)
         if not options.test and not options.pytest:
@@ -109,7 +118,7 @@ def make_environment(name: str) -> Path:
 
 
 def run_tests(
-    tests: list[str], python: Path, settings: dict[str, int], options: Iterable[str]
+    tests: list[str], python: Path, settings: dict[str, int], options: Iterable[str], most_seconds: float
 ) -> tuple[int, list[dict[str, Any]]]:
     """Run these files with the interpreter of their environment. Return (pytest's status, a record of each test)."""
     with tempfile.TemporaryDirectory(prefix="verl-server-compat-") as folder:
@@ -124,9 +133,9 @@ def run_tests(
         clients = HERE / "clients"
         command = [python, "-m", "pytest", "-c", clients / "pytest.ini", *options, *tests]
         try:
-            code = subprocess.run(command, cwd=clients, env=environment, timeout=_MOST_SECONDS).returncode
+            code = subprocess.run(command, cwd=clients, env=environment, timeout=most_seconds).returncode
         except subprocess.TimeoutExpired:
-            print(f"{tests} did not end within {_MOST_SECONDS:.0f} s.", file=sys.stderr)
+            print(f"{tests} did not end within {most_seconds:.0f} s.", file=sys.stderr)
             code = 1
         return code, json.loads(report.read_text()) if report.exists() else []
 
@@ -134,11 +143,38 @@ def run_tests(
 def page(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return the text of docs/compatibility.md."""
     lines = [INTRODUCTION, "| client | version | exercised | result |", "|---|---|---|---|"]
-    for records in results.values():
-        for record in records:
-            cells = (record["client"], record["version"], record["exercised"], record["result"])
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    for name, records in results.items():
+        if name != "kits":
+            lines += [row(r["client"], r["version"], r["exercised"], r["result"]) for r in records]
+    return "\n".join([*lines, *kits_table(results["kits"])]) + "\n"
+
+
+def kits_table(records: list[dict[str, Any]]) -> list[str]:
+    """Return the section about SGLang's kits, with a row for each kit."""
+    kits: dict[str, list[tuple[str, str]]] = {}
+    for record in records:
+        kit, _, test = record["exercised"].partition(".")
+        kits.setdefault(kit, []).append((test, record["result"]))
+    passed = sum(record["result"] == "passed" for record in records)
+    lines = [
+        KITS.format(
+            version=records[0]["version"],
+            passed=passed,
+            total=len(records),
+            minutes=sum(record["seconds"] for record in records) / 60,
+        ),
+        "| kit | passed | the others |",
+        "|---|---|---|",
+    ]
+    for kit, tests in kits.items():
+        others = [f"`{test}`: {result}" if test else result for test, result in tests if result != "passed"]
+        lines.append(row(f"`{kit}`", f"{len(tests) - len(others)} of {len(tests)}", "; ".join(others)))
+    return lines
+
+
+def row(*cells: str) -> str:
+    """Return a row of a table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Serves a tiny random model until SIGTERM: `python -m tests.compat.serve_tiny FOLDER SETTINGS`.
+"""Serves a model until SIGTERM: `python -m tests.compat.serve_tiny FOLDER SETTINGS`.
 
-SETTINGS is JSON. When the server is ready, it prints {"url", "model"} on a line of its own.
+SETTINGS is JSON. Without a `model_path` in it, the model is a tiny random one, whose folder is made in FOLDER. When the
+server is ready, it prints {"url", "model"} on a line of its own.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def model_folder(parent: Path) -> Path:
 
 
 def main() -> None:
-    folder = model_folder(Path(sys.argv[1]))
     settings = {"port": 0, "kv_cache_gib": 0.25, "log_level": "warning"} | json.loads(sys.argv[2])
-    args = ServerArgs(model_path=str(folder), **settings)
+    if "model_path" not in settings:
+        settings["model_path"] = str(model_folder(Path(sys.argv[1])))
+    args = ServerArgs(**settings)
     run_server(args, lambda ready: print(json.dumps({"url": ready.url, "model": ready.model_path}), flush=True))
 
 

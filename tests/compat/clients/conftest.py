@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import subprocess
+import unittest
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -117,7 +118,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         client = item.get_closest_marker("client")
         assert client is not None, f"{item.nodeid} names no client"
         name, package = client.args
-        exercised = inspect.getdoc(item.function) or item.name  # type: ignore[attr-defined]
+        case: Any = item
+        if issubclass(case.cls or object, unittest.TestCase):  # a test of another project: its text is not ours
+            exercised = f"{case.cls.__name__}.{item.name}"
+        else:
+            exercised = inspect.getdoc(case.function) or item.name
         if hasattr(item, "callspec"):
             exercised += f" ({item.callspec.id})"
         item.user_properties += [
@@ -128,18 +133,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _records: list[dict[str, Any]] = []
+_setup_seconds: dict[str, float] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     properties = dict(report.user_properties)
+    if report.when == "setup":
+        _setup_seconds[report.nodeid] = report.duration
     if report.when == "call" or (report.when == "setup" and not report.passed):
         result = "failed" if report.failed else "passed"
-        if report.skipped:
+        if hasattr(report, "wasxfail"):
+            result = report.wasxfail.removeprefix("reason: ")
+        elif report.skipped:
             assert isinstance(report.longrepr, tuple)
             result = "not run: " + report.longrepr[2].removeprefix("Skipped: ")
         if measured := properties.get("measured"):
             result += f": {measured}"
-        _records.append({"client": "", "version": "", "exercised": ""} | properties | {"result": result})
+        seconds = _setup_seconds.pop(report.nodeid, 0.0) + (report.duration if report.when == "call" else 0.0)
+        record = {"client": "", "version": "", "exercised": ""} | properties
+        _records.append(record | {"result": result, "seconds": round(seconds, 1)})
 
 
 def pytest_sessionfinish() -> None:
