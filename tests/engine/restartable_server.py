@@ -24,7 +24,9 @@ PARAMETERS = INFO["num_parameters"]
 class Weights:
     """Answers weight requests as a scheduler would, but holds no weights: it counts labels and parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler: Any) -> None:
+        """Label the tokens that `scheduler` samples with the version, too."""
+        self._scheduler = scheduler
         self.own_label, self.sizes, self.sources = "", dict[str, int](), list[str]()
         self._own_versions = OwnVersions()
 
@@ -51,6 +53,7 @@ class Weights:
             label = self.own_label = self._own_versions.next_label()
         self.sources.append(source)
         coverage = {"count": PARAMETERS - size, "names": []}
+        self._scheduler.version = label
         payload = {"weight_version": label, "not_covered": coverage}
         return io.ControlReply(id=req.id, success=True, message="done", payload=payload)
 
@@ -68,7 +71,7 @@ class Server:
         self._stops.callback(sock.close)
         self._port = sock.getsockname()[1]
         self.stack = Stack(self._folder, port=self._port, **settings)
-        self.weights = Weights()
+        self.weights = Weights(self.stack.scheduler)
         self.stack.scheduler.control = self.weights
         http = HttpServer(self.stack.manager, self.stack.args, sock)
         self._stops.callback(self.stack.close)

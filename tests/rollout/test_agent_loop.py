@@ -26,7 +26,7 @@ from verl_server.errors import (
     SessionNotFoundError,
     UnauthorizedError,
 )
-from verl_server.rollout import restarts
+from verl_server.rollout import engine_pool
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvError, EnvTimeouts
 from verl_server.rollout.environments.env_server import EnvServer
@@ -114,7 +114,7 @@ def test_the_end_of_a_session_neither_fails_nor_delays_an_episode(
     monkeypatch: pytest.MonkeyPatch, lockstep: bool
 ) -> None:
     """A server that does not answer delays the end of the batch only, within a bound."""
-    monkeypatch.setattr(restarts, "_LAST_CLOSES", 0.05)
+    monkeypatch.setattr(engine_pool, "_LAST_CLOSES", 0.05)
     engine = UnendingEngine(asyncio.Event().wait)
     finished: list[int] = []
     with AgentLoop(engine, episode, WordRenderer(), max_concurrency=1) as loop:

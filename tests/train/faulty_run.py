@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train import grpo, run_end
 from verl_server.train import run as run_module
@@ -33,30 +34,45 @@ STEP = 2
 """The step with the fault."""
 
 
-class Engine:
-    url = "http://nowhere"
+class Servers:
+    """Stands for `RolloutServers`: it notes the versions that are pushed."""
 
-    def __init__(self) -> None:
+    urls = ("http://nowhere",)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.pushed: list[str] = []
 
-    def update_weights_from_tensor(self, *_: Any, weight_version: str, **__: Any) -> None:
-        self.pushed.append(weight_version)
+    def push(self, _: Any, version: str) -> None:
+        self.pushed.append(version)
+
+    def ensure(self, _: Any) -> None:
+        pass
 
 
 class Player:
-    """Plays with the newest weights of `engine` for no time at all, unless `wait` is set."""
+    """Plays with the newest weights of `servers` for no time at all, unless `wait` is set."""
 
     environment_url = "http://nowhere"
     is_agent = False
     wait: Callable[[], Any] | None = None
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._thread = LoopThread("player")
+
+    def start(self, tasks: Sequence[Task], on_finish: Any = None, *, version: str | None = None) -> Running[Rollout]:
+        return self._thread.start(self._play(tasks, on_finish))
+
+    def stranded(self, version: str | None = None) -> None:
+        return None
+
+    async def _play(self, tasks: Sequence[Task], on_finish: Any) -> Rollout:
+        if self.wait is not None:
+            await self.wait()
+        return self.run(tasks, on_finish)
 
     def run(self, tasks: Sequence[Task], on_finish: Any = None) -> Rollout:
-        if self.wait is not None:
-            asyncio.run(self.wait())
-        return Rollout(trajectories=[_trajectory(task, self._engine.pushed[-1]) for task in tasks], seconds=0.1)
+        return Rollout(trajectories=[_trajectory(task, self._servers.pushed[-1]) for task in tasks], seconds=0.1)
 
 
 def _trajectory(task: Task, version: str) -> Trajectory:
@@ -211,12 +227,12 @@ def _fail(*_: Any) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     fault, rank, *rest = arguments
-    engine = Engine()
-    player = Player(engine)
+    servers = Servers()
+    player = Player(servers)
 
     @contextlib.contextmanager
-    def serving(*_: Any) -> Iterator[tuple[Any, None]]:
-        yield engine, None
+    def serving(*_: Any) -> Iterator[tuple[list[Any], None]]:
+        yield [], None
 
     @contextlib.contextmanager
     def playing(*_: Any) -> Iterator[Player]:
@@ -230,6 +246,7 @@ def main(arguments: Sequence[str]) -> int:
 
         patch(run_module, "_serving", serving)
         patch(run_module, "_player", playing)
+        patch(run_module, "RolloutServers", lambda *_, **__: servers)
         patch(run_module, "check_environment", lambda *_: None)
         _inject(fault if rank == "all" or mine == int(rank) else "none", player, patch)
         return grpo.main(rest)

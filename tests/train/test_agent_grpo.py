@@ -73,7 +73,7 @@ def test_options_that_cannot_work_are_refused() -> None:
     with pytest.raises(BadRequestError, match="has its own environment"):
         options(agent="m:f", env_url="http://e", tasks="reasoning-gym:chain_sum")
     with pytest.raises(BadRequestError, match="needs an owner's key"):
-        options(agent="m:f", env_url="http://e", server_url="http://s")
+        options(agent="m:f", env_url="http://e", server_urls=("http://s",))
 
 
 # -- a run ----------------------------------------------------------------------------------------------------

@@ -87,9 +87,11 @@ def play(server: Server, tmp_path: Path, *names: str, **options: Any) -> list[Tr
             **options,
         )
     )
-    groups.serve(server)
     tasks = [Task(seed=i, group=i, episode_id=name, sampling_seed=i) for i, name in enumerate(names)]
-    return groups.run(tasks).trajectories
+    with HttpServerEngineAdapter.attach(server.url, server.api_key) as engine, groups.serving([engine]):
+        running = groups.start(tasks)
+        assert running.wait(120)
+        return running.result().trajectories
 
 
 @torch.inference_mode()

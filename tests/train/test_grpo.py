@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.train.conftest import make_trajectory
+from tests.train.faulty_run import Player, Servers
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.rollout.agent_loop import AgentLoop
@@ -22,6 +23,7 @@ from verl_server.train.grpo import GRPO, PolicyTrainer, group_advantages, make_t
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, attach_engine
+from verl_server.train.servers import RolloutServers
 
 CPU = torch.device("cpu")
 
@@ -139,7 +141,7 @@ def test_steps_against_a_real_server(policy_folder: Path, server_url: str, envir
     limits = Limits(max_turns=3, max_new_tokens=1)
     trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), config, 6, CPU)
     with attach_engine(server_url) as engine, AgentLoop(server_url, environment_url, renderer, limits=limits) as loop:
-        run = GRPO(trainer, engine, loop, all_ranks())
+        run = GRPO(trainer, RolloutServers([engine], all_ranks()), loop, all_ranks())
         run.push()
         steps = [run.step() for _ in range(6)]
     metrics = [step.metrics for step in steps]
@@ -166,7 +168,7 @@ def test_steps_with_nothing_to_train_on_change_nothing(
     limits = Limits(max_turns=3, max_new_tokens=1)
     trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), config, 5, CPU)
     with attach_engine(server_url) as engine, AgentLoop(server_url, environment_url, renderer, limits=limits) as loop:
-        run = GRPO(trainer, engine, loop, all_ranks(), incarnation="5f2c9a1e")
+        run = GRPO(trainer, RolloutServers([engine], all_ranks()), loop, all_ranks(), incarnation="5f2c9a1e")
         run.push()
         steps = []
         for number in range(5):
@@ -201,12 +203,12 @@ def test_a_rollout_that_fails_on_one_rank_is_raised_on_all(
         gathered.append(what)
         return gather(what, prepare)
 
-    class NoServer:
+    class NoServer(Player):
         def run(self, *_: Any) -> Any:
             raise ServerUnavailableError("No generation succeeded.")
 
     monkeypatch.setattr(ranks, "gather", noted)
-    run = GRPO(trainer, None, NoServer(), ranks, incarnation="5f2c9a1e")  # type: ignore[arg-type]
+    run = GRPO(trainer, Servers(), NoServer(Servers()), ranks, incarnation="5f2c9a1e")  # type: ignore[arg-type]
     with pytest.raises(ServerUnavailableError):
         run.step()
     assert gathered == ["GRPO.step"]

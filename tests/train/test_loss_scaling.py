@@ -11,7 +11,7 @@ import torch
 
 from tests.depth import at_depth
 from tests.train.conftest import make_trajectory
-from tests.train.faulty_run import STEP, Engine, Player
+from tests.train.faulty_run import STEP, Player, Servers
 from tests.train.test_run_end import log_of, play
 from verl_server.train import grpo
 from verl_server.train.batches import Sample
@@ -97,8 +97,8 @@ def test_a_step_that_overflows_is_skipped_and_not_counted(
 def test_a_version_is_pushed_only_if_a_step_changed_the_weights(
     trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine()
-    run = GRPO(trainer, engine, Player(engine), all_ranks(), incarnation="5f2c9a1e")  # type: ignore[arg-type]
+    servers = Servers()
+    run = GRPO(trainer, servers, Player(servers), all_ranks(), incarnation="5f2c9a1e")  # type: ignore[arg-type]
     run.push()
     run.step()
     with monkeypatch.context() as patched:
@@ -107,7 +107,7 @@ def test_a_version_is_pushed_only_if_a_step_changed_the_weights(
     assert (metrics.skipped, metrics.skipped_optimizer_steps, metrics.loss_scale) == (None, 1, 2.0**15)
     assert (run.version, run.next_step, run.progress().version, run.progress().next_step) == (1, 2, 1, 2)
     run.step()
-    assert engine.pushed == ["0@5f2c9a1e", "1@5f2c9a1e", "3@5f2c9a1e"]
+    assert servers.pushed == ["0@5f2c9a1e", "1@5f2c9a1e", "3@5f2c9a1e"]
 
 
 def test_overflows_at_every_scale_end_the_run(trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_what_may_differ_is_an_option_and_documented() -> None:
 
 def test_no_key_is_stored(tmp_path: Path) -> None:
     server = dataclasses.replace(ARGS.server, api_key="secret-key", admin_api_key="secret-admin")
-    begun(tmp_path, dataclasses.replace(ARGS, server=server, server_url="http://name:secret-password@host:1"))
+    begun(tmp_path, dataclasses.replace(ARGS, server=server, server_urls=("http://name:secret-password@host:1",)))
     assert "secret" not in (tmp_path / "run.json").read_text()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.train.conftest import make_trajectory
-from tests.train.faulty_run import Engine, Player
+from tests.train.faulty_run import Player, Servers
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import StopReason, Trajectory
 from verl_server.train.grpo import GRPO, PolicyTrainer
@@ -61,8 +61,8 @@ def test_a_step_reports_such_episodes_and_trains_on_the_others(
     """The server answers the first episodes with the lost version of the same number."""
     config = GRPOConfig(groups=3, group_size=4, warmup_steps=0)
     cpu = torch.device("cpu")
-    trainer, engine = PolicyTrainer(load_policy(str(policy_folder), cpu), config, 1, cpu), Engine()
-    player = Player(engine)
+    trainer, servers = PolicyTrainer(load_policy(str(policy_folder), cpu), config, 1, cpu), Servers()
+    player = Player(servers)
 
     def run(*arguments: object) -> Rollout:
         rollout = Player.run(player, *arguments)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_a_step_reports_such_episodes_and_trains_on_the_others(
         return rollout
 
     monkeypatch.setattr(player, "run", run)
-    grpo = GRPO(trainer, engine, player, all_ranks(), incarnation="bbbbbbbb")  # type: ignore[arg-type]
+    grpo = GRPO(trainer, servers, player, all_ranks(), incarnation="bbbbbbbb")  # type: ignore[arg-type]
     grpo.push()
     step = grpo.step()
     assert (step.metrics.weight_version, step.metrics.failed) == ("0@bbbbbbbb", others)
@@ -79,12 +79,12 @@ def test_a_step_reports_such_episodes_and_trains_on_the_others(
     assert {failure.stop_reason for failure in step.failures} == {"generation_error"}
     assert all("of the weights 0@aaaaaaaa instead of 0@bbbbbbbb" in failure.error for failure in step.failures)
     assert (step.metrics.skipped is not None) == (others == 12)
-    assert engine.pushed == ["0@bbbbbbbb"] + ([] if others == 12 else ["1@bbbbbbbb"])
+    assert servers.pushed == ["0@bbbbbbbb"] + ([] if others == 12 else ["1@bbbbbbbb"])
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_each_start_of_a_run_has_its_own_versions(policy_folder: Path) -> None:
     cpu = torch.device("cpu")
     trainer = PolicyTrainer(load_policy(str(policy_folder), cpu), GRPOConfig(groups=4), 1, cpu)
-    first, second = (GRPO(trainer, Engine(), None, all_ranks()).weight_version for _ in range(2))  # type: ignore[arg-type]
+    first, second = (GRPO(trainer, Servers(), None, all_ranks()).weight_version for _ in range(2))  # type: ignore[arg-type]
     assert first.number == second.number == 0 and first.incarnation != second.incarnation

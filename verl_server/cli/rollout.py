@@ -16,6 +16,7 @@ from typing import Annotated, Any, TextIO
 import tyro
 
 from verl_server.cli.option_names import as_options
+from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.files.model_folder import load_tokenizer
 from verl_server.files.path_options import OutputPath
@@ -41,8 +42,9 @@ class RolloutArgs:
     after Ctrl-C (--resume continues).
     """
 
-    server: str
-    """URL of the rollout server."""
+    server: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    """URL of the rollout server. Name several servers of one model by repeating the option: the episodes spread over
+    them, and those of a server that dies continue on the others."""
     environment: str
     """URL of an environment server (OpenEnv's protocol)."""
     groups: int = 16
@@ -89,6 +91,8 @@ class RolloutArgs:
     """File with the API key or admin key of the server."""
 
     def __post_init__(self) -> None:
+        if not self.server or len(set(self.server)) < len(self.server):
+            raise BadRequestError("Name at least one --server, and each only once.")
         for name in ("groups", "group_size", "max_concurrency"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -117,7 +121,7 @@ MAY_DIFFER = {
 def run_settings(args: RolloutArgs) -> dict[str, Any]:
     """Return the settings that a run stores."""
     settings = settings_of("rollout", args, without=("out", "resume", "api_key", "api_key_file"))
-    settings |= {"server": without_host(args.server), "environment": without_host(args.environment)}
+    settings |= {"server": [without_host(url) for url in args.server], "environment": without_host(args.environment)}
     settings["tokenizer"] = None if args.tokenizer is None else location(args.tokenizer)
     return settings
 
@@ -136,11 +140,15 @@ def rollout(args: RolloutArgs) -> int:
 
 
 def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
-    engine = attach_server(args.server, _api_key(args))
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(attach_server(url, _api_key(args))) for url in args.server]
+        return _play(args, file, engines)
+
+
+def _play(args: RolloutArgs, file: TrajectoryFile, engines: Sequence[HttpServerEngineAdapter]) -> int:
+    model = engines[0].server_args.model_path
     served = "--tokenizer is not set, and the server's model_path"
-    tokenizer = load_tokenizer(
-        args.tokenizer or engine.server_args.model_path, "--tokenizer" if args.tokenizer else served
-    )
+    tokenizer = load_tokenizer(args.tokenizer or model, "--tokenizer" if args.tokenizer else served)
     make_renderer = ChatRenderer if args.chat else TextRenderer
     renderer: Renderer = make_renderer(
         tokenizer,
@@ -150,25 +158,17 @@ def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
         action_schema=environment_schema(args.environment, args.limits.env.connect),
         reasoning_parser=args.reasoning_parser,
     )
-    check_environment(
+    check_environment(args.environment, renderer, args.limits.env, option="--environment")
+    tasks = [task for task in make_tasks(args) if (task.seed, task.member) not in file.finished]
+    file.begin(model)
+    with AgentLoop(
+        engines,
         args.environment,
         renderer,
-        args.limits.env,
-        option="--environment",
-    )
-    tasks = [task for task in make_tasks(args) if (task.seed, task.member) not in file.finished]
-    file.begin(engine.server_args.model_path)
-    with (
-        engine,
-        AgentLoop(
-            engine,
-            args.environment,
-            renderer,
-            sampling_params={"temperature": args.temperature},
-            limits=args.limits,
-            max_concurrency=args.max_concurrency,
-        ) as loop,
-    ):
+        sampling_params={"temperature": args.temperature},
+        limits=args.limits,
+        max_concurrency=args.max_concurrency,
+    ) as loop:
         result = loop.run(tasks, file.add)
     trajectories = file.trajectories() or result.trajectories
     stats, played = summarize(trajectories), summarize(result.trajectories)

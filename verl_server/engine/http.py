@@ -31,6 +31,7 @@ from verl_server.errors import (
     BadRequestError,
     ControlTimeoutError,
     ServerDiedError,
+    ServerLaunchError,
     ServerRestartedError,
     ServerUnavailableError,
     VerlServerError,
@@ -100,6 +101,7 @@ class HttpServerEngineAdapter(EngineBase):
             info = child.wait_ready(args.startup_timeout + 30)
             self._connect(info["url"], args.api_key, args.admin_api_key, child)
             self.server_args = args.replace(port=info["port"])
+            self._given_seed = args.random_seed
             if args.node_rank == 0:
                 server_info = self._expect_current_run()
                 self.scheduler_info = server_info["scheduler_info"]
@@ -326,23 +328,92 @@ class HttpServerEngineAdapter(EngineBase):
             self._confirm(instance)
         self._use_run(instance, info["weight_version"])
 
-    async def async_wait_until_healed(self, timeout: float) -> None:
+    def lost(self, version: str | None = None) -> str | None:
+        """Return why the server cannot generate for this engine before somebody acts, or None if it can.
+
+        It cannot if it does not run, if it is still starting, or if it was started again and its weights are not
+        confirmed. With `version`, its weights must also have this version. A server that is slow to answer is not lost,
+        and neither is one of another project, whose restarts do not show. Any thread may call it.
+        """
+        if self._instance.id is None:
+            return None
+        try:
+            instance, info = self._transport.info_of_any_run()
+        except ControlTimeoutError:
+            return None
+        except (ServerDiedError, ServerUnavailableError) as error:
+            return str(error)
+        return self._unserved(instance, info, version)
+
+    def is_unreachable(self) -> bool:
+        """Return True if no connection to the server gets an answer. A slow server is reachable."""
+        try:
+            self._transport.probe("/health")
+        except ServerDiedError:
+            return True
+        except VerlServerError:
+            return False
+        return False
+
+    def _unserved(self, instance: str | None, info: ServerInfo, version: str | None) -> str | None:
+        """Return why a run of the server does not have the weights that this engine wants, or None if it has them."""
+        if instance != self._instance.id and not info["weights_confirmed"]:
+            served = info["weight_version"]
+            return (
+                f"Run {instance} of the server at {self.url} serves version {served!r}, which no engine has confirmed."
+            )
+        if version is not None and info["weight_version"] != version:
+            return f"The server at {self.url} serves version {info['weight_version']!r}, not {version!r}."
+        return None
+
+    def relaunch(self, also: Callable[[], None] | None = None) -> None:
+        """Start a launched server again, with the same settings, at the same URL. One that still runs is ended first.
+
+        The new run serves the weights that it loads, so call `heal` next; until then, calls raise ServerRestartedError.
+        `also` is called several times a second during the start, and may raise to give it up. Raise BadRequestError if
+        the adapter did not launch the server, and ServerLaunchError if it does not start, or has less room than before.
+        """
+        if self._child is None:
+            raise BadRequestError(
+                f"The server at {self.url} was not launched by this engine: whoever started it must start it again."
+            )
+        self._finalizer()
+        args = self.server_args.replace(random_seed=self._given_seed)
+        self._child = ChildProcess("server", "verl_server.server.launch", {"server_args": args.to_json()})
+        self._finalizer = weakref.finalize(self, _terminate, self._child)
+        self._transport.use_child(self._child)
+        try:
+            self._child.wait_ready(args.startup_timeout + 30, also)
+            _, info = self._transport.info_of_any_run()
+            before, now = (
+                scheduler.get("max_req_input_len") for scheduler in (self.scheduler_info, info["scheduler_info"])
+            )
+            if before is not None and now is not None and now < before:
+                raise ServerLaunchError(
+                    f"The server at {self.url} was launched again, and has memory for sequences of {now} tokens only, "
+                    f"not {before} as before. Set a smaller mem_fraction_static, or max_total_tokens, from the start."
+                )
+        except BaseException:
+            self._finalizer()
+            raise
+
+    async def async_wait_until_healed(self, timeout: float, version: str | None = None) -> None:
         """Wait until the server answers and its weights are confirmed, and accept its current run.
 
-        The weights of a new run are confirmed when the engine that pushes calls `heal` or `accept_restart`, or pushes
-        every parameter. Raise ServerRestartedError after `timeout` seconds, and ServerDiedError if the server was
-        launched by this adapter and has ended.
+        With `version`, wait until the weights have this version. The weights of a new run are confirmed when the engine
+        that pushes calls `heal` or `accept_restart`, or pushes every parameter. Raise ServerRestartedError after
+        `timeout` seconds, and ServerDiedError if the server was launched by this adapter and has ended.
         """
         deadline = time.monotonic() + timeout
         while True:
             try:
                 instance, info = await asyncio.to_thread(self._transport.info_of_any_run)
-                if instance == self._instance.id:
+                unserved = self._unserved(instance, info, version)
+                if unserved is None:
+                    if instance != self._instance.id:
+                        self._use_run(instance, info["weight_version"])
                     return
-                if info["weights_confirmed"]:
-                    self._use_run(instance, info["weight_version"])
-                    return
-                state = f"run {instance} serves version {info['weight_version']!r}, which no engine has confirmed"
+                state = unserved.rstrip(".")
             except (ServerUnavailableError, ServerDiedError, ControlTimeoutError) as error:
                 self._raise_if_gone(error)
                 state = str(error)

@@ -141,6 +141,10 @@ class HttpTransport:
         content, headers = json_request(body) if self._instance.id is None else generate_content(body)
         return content, headers | {"Accept": MSGPACK}
 
+    def use_child(self, child: ChildProcess) -> None:
+        """Take the process of a server that was launched again."""
+        self._child = child
+
     # -- control and info -----------------------------------------------------------------------------------
 
     def get(self, path: str) -> Any:

@@ -1,6 +1,6 @@
 """`AgentLoop`: play many episodes at once, each at its own pace.
 
-Trainers and `verl-server rollout` call it. Every episode has an environment of its own, and sends its next turn to the
+Trainers and `verl-server rollout` call it. Every episode has an environment of its own, and sends its next turn to its
 engine as soon as that environment has answered. The server batches the turns that are due, and a slow environment
 delays no other episode. For comparison, `run_lockstep` plays the same episodes in lock step: one batched generation for
 each turn, then a wait for all environments.
@@ -9,6 +9,7 @@ each turn, then a wait for all environments.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,12 @@ from verl_server.engine.base import EngineBase
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.messages.results import SchedulerInfo
+from verl_server.rollout.engine_pool import EnginePool, check_alike, stranded
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.lockstep import play_in_lockstep
+from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.renderer import Renderer, TokenizerRenderer
-from verl_server.rollout.restarts import HealedServer
 from verl_server.rollout.running_loop import is_loop_running, refuse_running_loop, run_all
 from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, is_unsampled
@@ -47,15 +49,15 @@ class Rollout(msgspec.Struct, kw_only=True):
 
 
 class AgentLoop:
-    """A player of tasks, with a policy (an engine or a server's URL) against environments (a server's URL).
+    """A player of tasks, with a policy (engines or URLs of servers) against environments (a server's URL).
 
     Use it as a context manager. `run` and `run_lockstep` are synchronous, and share one event loop whose connections
-    stay open between runs. Code that runs in an event loop awaits `arun` instead.
+    stay open between runs. Code that runs in an event loop awaits `arun` instead, and `start` plays in the background.
     """
 
     def __init__(
         self,
-        engine: EngineBase | str,
+        engine: EngineBase | str | Sequence[EngineBase | str],
         environment: str | Callable[[], EnvClient],
         renderer: Renderer,
         *,
@@ -63,26 +65,48 @@ class AgentLoop:
         limits: Limits | None = None,
         max_concurrency: int | None = None,
     ) -> None:
-        """Connect to the engine, which is a URL or an engine object.
+        """Connect to the engines: a URL or an engine object, or a list of them, which serve one model.
 
+        The episodes spread over the engines, and each stays with its engine. If the server of an engine dies or is
+        started again, its episodes continue on the others until the engine that pushes weights has healed it.
         `environment` is the URL of an environment server, or a function that returns the client of one environment.
         `max_concurrency` is the largest number of episodes, hence of environments, at one time (None: no bound).
         A renderer of this package separates the policy's reasoning from its answer as the engine's chat routes do.
         """
         if max_concurrency is not None and max_concurrency < 1:
             raise BadRequestError(f"max_concurrency must be at least 1 or None, not {max_concurrency}.")
-        self._attached = HttpServerEngineAdapter.attach(engine) if isinstance(engine, str) else None
-        self.engine: EngineBase = engine if isinstance(engine, EngineBase) else self._attached  # type: ignore[assignment]
+        given = [engine] if isinstance(engine, EngineBase | str) else list(engine)
+        self._attached: list[HttpServerEngineAdapter] = []
+        try:
+            self.engines = [self._attach(each) if isinstance(each, str) else each for each in given]
+            check_alike(self.engines)
+        except BaseException:
+            self._detach()
+            raise
         self.limits = limits or Limits()
         self._environment = environment
         if isinstance(renderer, TokenizerRenderer):
-            renderer = renderer.for_server(self.engine.server_args.reasoning_parser)
+            renderer = renderer.for_server(self.engines[0].server_args.reasoning_parser)
         self._renderer = renderer
         self._sampling_params = sampling_params or {}
         self._max_concurrency = max_concurrency
         self._notice = UnsampledNotice(agent=False)
-        self._capacity = _sequence_capacity(self.engine.scheduler_info)
+        self._capacity = min(_sequence_capacity(engine.scheduler_info) for engine in self.engines)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._background = LoopThread("agent-loop")
+
+    def _attach(self, url: str) -> HttpServerEngineAdapter:
+        self._attached.append(HttpServerEngineAdapter.attach(url))
+        return self._attached[-1]
+
+    def _detach(self) -> None:
+        for engine in self._attached:
+            engine.shutdown()
+
+    @property
+    def engine(self) -> EngineBase:
+        """The first engine; the only one where the loop has one."""
+        return self.engines[0]
 
     @property
     def environment_url(self) -> str:
@@ -113,8 +137,14 @@ class AgentLoop:
             raise
         return self._runner.run(work)
 
-    async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
-        """Play all tasks as `run` does, in the caller's event loop."""
+    async def arun(
+        self, tasks: Sequence[Task], on_finish: OnFinish | None = None, *, version: str | None = None
+    ) -> Rollout:
+        """Play all tasks as `run` does, in the caller's event loop.
+
+        With `version`, episodes play only on servers whose weights have this version, and wait without a bound of their
+        own until there is one: the trainer, who pushes this version, looks at `stranded` and brings the servers back.
+        """
         clock = _new_clock()
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
@@ -130,19 +160,41 @@ class AgentLoop:
             self._ended(trajectory, on_finish)
             return trajectory
 
-        async with HealedServer(self.engine, self.limits.restart_timeout) as server:
+        restart_timeout = self.limits.restart_timeout if version is None else math.inf
+        async with EnginePool(self.engines, restart_timeout, version) as server:
             with watch:
                 trajectories = await run_all(play(task) for task in tasks)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
+
+    def start(
+        self, tasks: Sequence[Task], on_finish: OnFinish | None = None, *, version: str | None = None
+    ) -> Running[Rollout]:
+        """Play all tasks as `arun` does, on an event loop in another thread, and return at once.
+
+        `on_finish` is called in that thread.
+        """
+        return self._background.start(self.arun(tasks, on_finish, version=version))
+
+    def stranded(self, version: str | None = None) -> str | None:
+        """Return why no server can generate until somebody heals it, or None if one can. Any thread may call it.
+
+        With `version`, the server's weights must have this version.
+        """
+        return stranded(self.engines, version)
 
     # -- in lock step ---------------------------------------------------------------------------------------
 
     def run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
         """Play all tasks in batches of `max_concurrency`. Every turn waits for the slowest episode of its batch.
 
+        One engine generates each turn's batch, so this loop must have one engine only.
         The bounds of single calls apply (`EnvTimeouts`, `generate_timeout`), those of episodes and batches do not. A
         generation that fails raises, because it fails for the whole batch.
         """
+        if len(self.engines) > 1:
+            raise BadRequestError(
+                f"run_lockstep plays on one engine, and this loop has {len(self.engines)}: use `run`."
+            )
         refuse_running_loop("AgentLoop.run_lockstep", "Use `await asyncio.to_thread(loop.run_lockstep, tasks)`.")
         return self._runner.run(self._run_lockstep(tasks, on_finish))
 
@@ -150,7 +202,7 @@ class AgentLoop:
         clock = _new_clock()
         size = self._max_concurrency or max(1, len(tasks))
         trajectories: list[Trajectory] = []
-        async with HealedServer(self.engine, self.limits.restart_timeout) as server:
+        async with EnginePool(self.engines, self.limits.restart_timeout) as server:
             for start in range(0, len(tasks), size):
                 episodes = [self._episode(task, clock) for task in tasks[start : start + size]]
                 await play_in_lockstep(server, episodes, self.limits.generate_timeout, clock)
@@ -184,14 +236,14 @@ class AgentLoop:
         return rollout
 
     def close(self) -> None:
-        """Close the connections. The engine keeps running."""
+        """Close the connections. The engines keep running. A rollout of `start` that runs is cancelled."""
         if is_loop_running():  # in a notebook, after calls in other threads: the runner's loop cannot run here
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(self._runner.close).result()
         else:
             self._runner.close()
-        if self._attached is not None:
-            self._attached.shutdown()
+        self._background.close()
+        self._detach()
 
     def __enter__(self) -> AgentLoop:
         return self

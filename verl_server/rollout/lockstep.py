@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from verl_server.rollout.engine_pool import EnginePool
 from verl_server.rollout.episode import Episode
-from verl_server.rollout.restarts import HealedServer
 from verl_server.rollout.running_loop import run_all
 from verl_server.rollout.trajectory import Event
 
 
 async def play_in_lockstep(
-    server: HealedServer, episodes: Sequence[Episode], generate_timeout: float, clock: Callable[[], float]
+    server: EnginePool, episodes: Sequence[Episode], generate_timeout: float, clock: Callable[[], float]
 ) -> None:
     """Play the episodes: one batched generation for each turn, then a wait for all environments. Close them at the end.
 

@@ -1,6 +1,6 @@
 """`AgentGroups`: an agent plays each step's groups through sessions of the rollout server.
 
-`GRPO` calls `run` where it otherwise calls an `AgentLoop`. Tokens, loss mask and log-probabilities are those that
+`GRPO` calls it where it otherwise calls an `AgentLoop`. Tokens, loss mask and log-probabilities are those that
 the server recorded. An episode whose history the agent edited, or that has sub-agents, is several trajectories.
 
 The trainer computes the distribution of its policy at one temperature, without penalties, bias and filters. So these
@@ -11,23 +11,25 @@ agent's choice, and the records say what they did.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
 from verl_server.rollout.agents.output import episode_trajectories
 from verl_server.rollout.agents.program import check_program
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
+from verl_server.rollout.engine_pool import stranded
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
-from verl_server.rollout.running_loop import refuse_running_loop
+from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.trajectory import Task, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.train.batches import check_usable
@@ -64,7 +66,8 @@ class AgentGroups:
             seconds=limits.trajectory_timeout,
             idle_seconds=limits.generate_timeout,
             environment_seconds=max(limits.env.reset, limits.env.step),
-            restart_timeout=limits.restart_timeout,
+            # A function's episodes wait for the trainer, who brings servers back, as long as an episode may last.
+            restart_timeout=limits.trajectory_timeout if callable(self._agent) else limits.restart_timeout,
         )
         self._sampling_params = {"max_new_tokens": limits.max_new_tokens}
         self._temperature = args.grpo.temperature
@@ -74,7 +77,8 @@ class AgentGroups:
         self._max_concurrency = args.max_concurrency
         self._group_size = args.grpo.group_size
         self._name = args.env_url or args.tasks or ""
-        self._server: Server | None = None
+        self._engines: Sequence[HttpServerEngineAdapter] = ()
+        self._background = LoopThread("agents")
         self._notice = UnsampledNotice(agent=True)
 
     @property
@@ -87,17 +91,49 @@ class AgentGroups:
         """True: the agent may call another server than its session."""
         return True
 
-    def serve(self, server: Server) -> None:
-        """Play on this server from now on."""
-        self._server = server
+    @contextlib.contextmanager
+    def serving(self, engines: Sequence[HttpServerEngineAdapter]) -> Iterator[None]:
+        """Play on the servers of `engines`, which have owners' keys, during the block."""
+        self._engines = engines
+        try:
+            yield
+        finally:
+            self._background.close()
+            self._engines = ()
 
-    def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
+    def start(
+        self,
+        tasks: Sequence[Task],
+        on_finish: Callable[[Trajectory], None] | None = None,
+        *,
+        version: str | None = None,
+    ) -> Running[Rollout]:
+        """Play the tasks on an event loop in another thread, and return at once; see `arun`."""
+        self._background.close()  # with what an agent of the last step left behind
+        return self._background.start(self.arun(tasks, on_finish, version=version))
+
+    def stranded(self, version: str | None = None) -> str | None:
+        """Return why no server can generate until the trainer brings one back, or None if one can.
+
+        While programs play, this process hides its memory from them, and a server could not read the weights. So their
+        episodes end first, and the servers are brought back afterwards: None.
+        """
+        return stranded(self._engines, version) if callable(self._agent) else None
+
+    async def arun(
+        self,
+        tasks: Sequence[Task],
+        on_finish: Callable[[Trajectory], None] | None = None,
+        *,
+        version: str | None = None,
+    ) -> Rollout:
         """Play the tasks of whole groups, each `group_size` tasks in a row. `on_finish` is called with each branch.
 
-        Episodes without a reward are not tried again. A fault of one episode raises nothing. Raise BadRequestError if
-        a token to train on has no known log-probability under the policy.
+        With `version`, sessions begin only on servers whose weights have this version. Episodes without a reward are
+        not tried again. A fault of one episode raises nothing. Raise BadRequestError if a token to train on has no
+        known log-probability under the policy.
         """
-        assert self._server is not None, "serve() comes first"
+        assert self._engines, "serving() comes first"
         trajectories: list[Trajectory] = []
 
         def keep(episode: AgentEpisode) -> None:
@@ -107,25 +143,23 @@ class AgentGroups:
                 for branch in branches:
                     on_finish(branch)
 
-        refuse_running_loop("AgentGroups.run", "Call it in another thread: `await asyncio.to_thread(...)`.")
-        played = asyncio.run(
-            arun_agents(
-                self._agent,
-                [self._agent_task(task.seed) for task in tasks[:: self._group_size]],
-                servers=[self._server],
-                reward=self._reward,
-                environment=self._environment,
-                group_size=self._group_size,
-                limits=self._limits,
-                retries=0,
-                max_concurrency=self._max_concurrency,
-                sampling_params=self._sampling_params,
-                forced_sampling_params=self._forced,
-                forced_mode=self._forced_mode,
-                seed=tasks[0].sampling_seed or 0,
-                on_finish=keep,
-                notice=self._notice,
-            )
+        played = await arun_agents(
+            self._agent,
+            [self._agent_task(task.seed) for task in tasks[:: self._group_size]],
+            servers=[Server(str(engine.url), str(engine.server_args.api_key)) for engine in self._engines],
+            reward=self._reward,
+            environment=self._environment,
+            group_size=self._group_size,
+            limits=self._limits,
+            retries=0,
+            max_concurrency=self._max_concurrency,
+            sampling_params=self._sampling_params,
+            forced_sampling_params=self._forced,
+            forced_mode=self._forced_mode,
+            seed=tasks[0].sampling_seed or 0,
+            on_finish=keep,
+            notice=self._notice,
+            version=version,
         )
         places = {task.episode_id: place for place, task in enumerate(tasks)}
         trajectories.sort(key=lambda t: places[t.task.episode_id])  # stable: branches keep their order

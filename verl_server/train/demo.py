@@ -45,6 +45,7 @@ from verl_server.train.metrics import StepMetrics
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, launch_engine, setup_ranks
+from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.watch.pace import PaceComparison, compare_pace
 from verl_server.watch.report import Report, write_report
@@ -176,10 +177,13 @@ class Demo:
         self.parameters = sum(p.numel() for p in trainer.policy.parameters())
         limits = Limits(max_turns=args.guesses, max_new_tokens=1, env=EnvTimeouts(step=30, reset=30))
         renderer = TextRenderer(AutoTokenizer.from_pretrained(folder))
-        assert engine.engine is not None
-        loop = AgentLoop(engine.engine, environment.url, renderer, sampling_params={"temperature": 1.0}, limits=limits)
+        # By its URL: the server may be launched again, and then another process serves there.
+        loop = AgentLoop(
+            str(engine.url), environment.url, renderer, sampling_params={"temperature": 1.0}, limits=limits
+        )
         stack.enter_context(loop)
-        run = GRPO(trainer, engine, loop, all_ranks(), alarm=GapAlarm(torch.float32))
+        ranks = all_ranks()
+        run = GRPO(trainer, RolloutServers([engine], ranks), loop, ranks, alarm=GapAlarm(torch.float32))
         run.push()
         self.ready_seconds = time.monotonic() - self.started
         return run, loop

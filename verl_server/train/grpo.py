@@ -12,7 +12,6 @@ steps, and the exit statuses), `policy` (the model), `batches` (packing), `metri
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import time
@@ -25,10 +24,10 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from verl_server.engine.rank_group import RankGroup
-from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import BadRequestError, ServerRestartedError
+from verl_server.errors import BadRequestError
 from verl_server.logprob_gap import GapAlarm, LogprobGap
 from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train import run
 from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
@@ -42,10 +41,12 @@ from verl_server.train.ranks import SaveGroup, full, over_ranks
 from verl_server.train.run import Player, RunParts, Step
 from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.sampled_versions import leave_out_other_versions
+from verl_server.train.servers import RolloutServers
 from verl_server.train.stopping import StopRequest
 from verl_server.weight_version import WeightVersion, new_incarnation
 
-logger = logging.getLogger(__name__)
+_PROBE_SECONDS = 1.0
+"""Seconds between two looks at the servers while episodes play."""
 
 
 def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) -> list[Sample]:
@@ -230,13 +231,13 @@ def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> 
 
 
 class GRPO:
-    """A training run on one rank: its share of the groups, its shards of the model, and the engine of all ranks."""
+    """A training run on one rank: its share of the groups, its shards of the model, and the servers of all ranks."""
 
     def __init__(
         self,
         trainer: PolicyTrainer,
-        engine: VerlEngine,
-        loop: Player,
+        servers: RolloutServers,
+        player: Player,
         ranks: RankGroup,
         stop: StopRequest | None = None,
         alarm: GapAlarm | None = None,
@@ -248,8 +249,8 @@ class GRPO:
         `incarnation` is that of this start of the run, equal on all ranks; by default rank 0 draws one.
         """
         self.trainer = trainer
-        self.engine = engine
-        self.loop = loop
+        self.servers = servers
+        self.player = player
         self.steps = trainer.steps
         self.next_step = 0
         self.version = 0
@@ -328,50 +329,66 @@ class GRPO:
         self.trainer.scaling.load_state_dict(progress.loss_scaling)
 
     def push(self) -> None:
-        """Copy the trainer's weights into the server, as version `self.weight_version`."""
-        named_weights, version = self.trainer.policy.named_weights, str(self.weight_version)
-        try:
-            self.engine.update_weights_from_tensor(named_weights(), weight_version=version, partial=False)
-        except ServerRestartedError as error:
-            logger.warning("%s", error)
-            self.engine.heal(named_weights(), version=version)
+        """Copy the trainer's weights into the servers, as version `self.weight_version`."""
+        self.servers.push(self.trainer.policy.named_weights, str(self.weight_version))
 
     def _roll_out(self, on_finish: Callable[[Trajectory], None] | None) -> tuple[Rollout, list[Sample], RolloutReport]:
         """Return (this rank's episodes, its samples to train on, the report over all ranks).
 
-        All ranks exchange their reports here. If the rollout of one rank fails, its error is raised on all ranks.
+        The episodes play in another thread. All ranks meet when the episodes of each have ended, or when a rank finds
+        that no server is left. In that case, all ranks bring a server back together, and the episodes go on. A rank
+        whose episodes have ended takes part. If the rollout of one rank fails, its error is raised on all ranks.
         """
-        config = self.trainer.config
-        tasks = make_tasks(self.next_step, config, self._first_group, self._groups)
+        tasks = make_tasks(self.next_step, self.trainer.config, self._first_group, self._groups)
+        named_weights, version = self.trainer.policy.named_weights, self.weight_version
+        running: Running[Rollout] | None = None
         mine: list[tuple[Rollout, list[Sample]]] = []
 
         def play() -> bytes:
-            with self._stop.interruptible():
-                rollout = self.loop.run(tasks, on_finish)
-            leave_out_other_versions(rollout.trajectories, self.weight_version)
-            samples = group_advantages(rollout.trajectories, config.normalize_std)
-            mine.append((rollout, samples))
+            """Return this rank's report when its episodes have ended; b"" if they need a server."""
+            nonlocal running
+            running = running or self.player.start(tasks, on_finish, version=str(version))
+            if not self._ends(running, str(version)):
+                return b""
+            rollout = running.result()
+            leave_out_other_versions(rollout.trajectories, version)
+            samples = group_advantages(rollout.trajectories, self.trainer.config.normalize_std)
+            mine[:] = [(rollout, samples)]
             report = report_rollout(
                 rollout.trajectories,
                 len(by_episode(sample.trajectory for sample in samples)),
                 rollout.seconds,
                 step=self.next_step,
                 rank=self._ranks.rank,
-                env_url=self.loop.environment_url,
-                server_url=str(self.engine.url),
-                by_agent=self.loop.is_agent,
+                env_url=self.player.environment_url,
+                server_url=", ".join(self.servers.urls),
+                by_agent=self.player.is_agent,
             )
             return msgspec.msgpack.encode(report)
 
-        reports = self._ranks.gather("GRPO.step", play)
+        try:
+            self.servers.ensure(named_weights)
+            while not all(reports := self._ranks.gather("GRPO.step", play)):
+                self.servers.ensure(named_weights)
+        finally:
+            if running is not None:
+                running.cancel()  # after an error; a rollout that has ended stays as it is
         rollout, samples = mine[0]
         return rollout, samples, merge_reports([msgspec.msgpack.decode(r, type=RolloutReport) for r in reports])
+
+    def _ends(self, running: Running[Rollout], version: str) -> bool:
+        """Wait until the episodes have ended, and return True. Return False if no server can play them any more."""
+        with self._stop.interruptible():
+            while not running.wait(_PROBE_SECONDS):
+                if self.player.stranded(version):
+                    return False
+        return True
 
 
 def make_grpo(args: TrainArgs, parts: RunParts) -> GRPO:
     """Return the algorithm of a run with the options `args`."""
     trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
-    return GRPO(trainer, parts.engine, parts.player, parts.ranks, parts.stop, parts.alarm, parts.incarnation)
+    return GRPO(trainer, parts.servers, parts.player, parts.ranks, parts.stop, parts.alarm, parts.incarnation)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

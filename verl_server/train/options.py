@@ -20,6 +20,7 @@ from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
 from verl_server.train.ranks import SAVE_TIMEOUT
+from verl_server.train.servers import MAX_RELAUNCHES
 
 
 class WrongOptionsError(BadRequestError):
@@ -151,8 +152,12 @@ class TrainArgs:
     """Seconds that one rank waits for another. Must exceed --trajectory-timeout."""
     save_timeout: float = SAVE_TIMEOUT
     """Seconds that one rank waits for another when they save."""
-    server_url: Annotated[str | None, tyro.conf.arg(name="server")] = None
-    """URL of a running rollout server of the same model on this host. By default a server is launched."""
+    server_urls: Annotated[tuple[str, ...], tyro.conf.arg(name="server"), tyro.conf.UseAppendAction] = ()
+    """URL of a running rollout server of the same model on this host. Name several servers by repeating the option: the
+    episodes spread over them, and each push reaches all of them. By default a server is launched."""
+    max_relaunches: int = MAX_RELAUNCHES
+    """The launched server is launched again when it ends, at most this many times between two pushes. Servers at
+    --server are waited for, at most --restart-timeout seconds if none is left."""
     server: ServerArgs = field(default_factory=lambda: ServerArgs(model_path=""))
     """Settings of the launched server. Model, device, dtype, port and weight version follow from the run unless they
     are set. With --server, only the API keys may be set."""
@@ -161,8 +166,10 @@ class TrainArgs:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.max_skipped_steps < 1 or self.logprob_chunk < 1:
             raise BadRequestError("steps, max_skipped_steps and logprob_chunk must be at least 1.")
-        if self.save_every < 0 or self.retry_pause < 0:
-            raise BadRequestError("save_every and retry_pause must not be negative.")
+        if self.save_every < 0 or self.retry_pause < 0 or self.max_relaunches < 0:
+            raise BadRequestError("save_every, retry_pause and max_relaunches must not be negative.")
+        if len(set(self.server_urls)) < len(self.server_urls):
+            raise BadRequestError(f"--server names one server twice: {' '.join(self.server_urls)}.")
         if self.rank_timeout <= self.limits.trajectory_timeout:
             raise BadRequestError(
                 f"rank_timeout={self.rank_timeout:g} must exceed trajectory_timeout="
@@ -170,10 +177,11 @@ class TrainArgs:
             )
         self._check_agent()
         given = set(self.server_settings) - {"api_key", "admin_api_key"}
-        if self.server_url is not None and given:
+        if self.server_urls and given:
             flags = ", ".join(f"--server.{name.replace('_', '-')}" for name in sorted(given))
             raise BadRequestError(
-                f"The server at --server {self.server_url} is running already and has its own settings: remove {flags}."
+                f"The server at --server {self.server_urls[0]} is running already and has its own settings: remove "
+                f"{flags}."
             )
 
     def _check_agent(self) -> None:
@@ -189,7 +197,7 @@ class TrainArgs:
             raise BadRequestError(f"--tasks {self.tasks} has its own environment: remove --env-url.")
         if self.limits.straggler_timeout is not None:
             raise BadRequestError("--straggler-timeout is not implemented for --agent: use --trajectory-timeout.")
-        if self.server_url is not None and not (self.server.api_key or self.server.admin_api_key):
+        if self.server_urls and not (self.server.api_key or self.server.admin_api_key):
             raise BadRequestError(
                 "--agent needs an owner's key of the server at --server: name its file with --server.api-key-file."
             )

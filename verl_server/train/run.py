@@ -41,8 +41,8 @@ from verl_server.errors import BadRequestError, UnansweredError, VerlServerError
 from verl_server.files.model_folder import config_folder, load_tokenizer
 from verl_server.logprob_gap import GapAlarm
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
-from verl_server.rollout.agents.types import Server
 from verl_server.rollout.environment_check import check_environment
+from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.server_check import check_server
 from verl_server.rollout.trajectory import Task, Trajectory
@@ -55,6 +55,7 @@ from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_
 from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
 from verl_server.train.run_folder import RunFolder
 from verl_server.train.run_settings import run_settings
+from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.train.stopping import StopRequest
 from verl_server.weight_version import new_incarnation
@@ -73,8 +74,21 @@ class Player(Protocol):
     def is_agent(self) -> bool:
         """True if an agent of the user plays, which may call another server than that of its session."""
 
-    def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
-        """Play all tasks. An episode that fails raises nothing: its trajectory has no reward."""
+    def start(
+        self,
+        tasks: Sequence[Task],
+        on_finish: Callable[[Trajectory], None] | None = None,
+        *,
+        version: str | None = None,
+    ) -> Running[Rollout]:
+        """Play all tasks in another thread, in which `on_finish` is called with each trajectory that has ended.
+
+        Episodes play on servers whose weights have `version`, and wait while there is none. An episode that fails
+        raises nothing: its trajectory has no reward.
+        """
+
+    def stranded(self, version: str | None = None) -> str | None:
+        """Return why no server can play the episodes until the trainer brings one back, or None if one can."""
 
 
 @dataclass
@@ -118,7 +132,7 @@ class RunParts:
 
     policy: Policy
     device: torch.device
-    engine: VerlEngine
+    servers: RolloutServers
     player: Player
     ranks: RankGroup
     stop: StopRequest
@@ -152,9 +166,7 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
         else:
             make_renderer = ChatRenderer if args.chat else TextRenderer
             renderer = make_renderer(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
-        if (server_url := args.server_url) is not None:
-            keys = args.server.api_key, args.server.admin_api_key
-            ranks.call("check_server", lambda _: check_server(server_url, *keys))
+        ranks.call("check_servers", lambda _: _check_servers(args))
         if (url := args.env_url) is not None:
             ranks.call("check_environment", lambda _: check_environment(url, renderer, args.limits.env))
         policy = load_policy(
@@ -167,13 +179,20 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
         saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
         with (
             RunEnd(stop, final, device) as end,
-            _serving(args, device, dtype, ranks) as (engine, api_key),
-            _player(args, engine, api_key, agents, renderer) as player,
+            _serving(args, device, dtype, ranks) as (engines, api_key),
+            _player(args, engines, api_key, agents, renderer) as player,
         ):
             # With two dtypes, the bounds are those of the coarsest one.
             bounds = torch.bfloat16 if args.allow_dtype_mismatch else dtype
             alarm = None if args.gap_alarm == "off" else GapAlarm(bounds, stops=args.gap_alarm == "stop")
-            algorithm = make(args, RunParts(policy, device, engine, player, ranks, stop, alarm, incarnation))
+            servers = RolloutServers(
+                engines,
+                ranks,
+                restart_timeout=args.limits.restart_timeout,
+                max_relaunches=args.max_relaunches,
+                stop=stop,
+            )
+            algorithm = make(args, RunParts(policy, device, servers, player, ranks, stop, alarm, incarnation))
             if checkpoint is not None:
                 algorithm.load(Path(checkpoint))
             ranks.call("RunFolder.begin", lambda _: folder.begin())
@@ -192,56 +211,70 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
             end.finish(failure)
 
 
+def _check_servers(args: TrainArgs) -> None:
+    for url in args.server_urls:
+        check_server(url, args.server.api_key, args.server.admin_api_key)
+
+
 @contextlib.contextmanager
 def _serving(
     args: TrainArgs, device: torch.device, dtype: torch.dtype, ranks: RankGroup
-) -> Iterator[tuple[VerlEngine, str | None]]:
-    """Launch the rollout server or attach to it, and yield (engine, API key of the server).
+) -> Iterator[tuple[list[VerlEngine], str | None]]:
+    """Launch a rollout server, or attach to those that run, and yield (engines, API key of the servers).
 
-    The server computes in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
-    because its routes would else be open to the agent.
+    The servers compute in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
+    because its routes would else be open to the agent, and it stores the agent's sessions, which a server that is
+    launched again continues.
     """
     settings = args.server_settings
-    if args.server_url is None:
-        if args.agent is not None:
-            settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
-        settings.setdefault("dtype", dtype_name(dtype))
-        engine = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
-    else:
-        keys = settings.get("api_key"), settings.get("admin_api_key")
-        engine = attach_engine(args.server_url, *keys, rank_timeout=args.rank_timeout)
-    with engine:
-        where = f"The server at {engine.url}"
-        check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
-        yield engine, settings.get("api_key")
+    with contextlib.ExitStack() as stack:
+        if args.server_urls:
+            keys = settings.get("api_key"), settings.get("admin_api_key")
+            urls = args.server_urls
+            engines = [stack.enter_context(attach_engine(url, *keys, rank_timeout=args.rank_timeout)) for url in urls]
+        else:
+            if args.agent is not None:
+                settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
+                settings.setdefault("session_store", str(args.out / "sessions"))
+            settings.setdefault("dtype", dtype_name(dtype))
+            launched = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
+            engines = [stack.enter_context(launched)]
+        for engine in engines:
+            where = f"The server at {engine.url}"
+            check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
+        yield engines, settings.get("api_key")
 
 
 @contextlib.contextmanager
 def _player(
     args: TrainArgs,
-    engine: VerlEngine,
+    engines: Sequence[VerlEngine],
     api_key: str | None,
     agents: AgentGroups | None,
     renderer: Renderer | None,
 ) -> Iterator[Player]:
     """Yield the player of this rank: the agent if there is one, else the built-in loop."""
-    if agents is not None:
-        agents.serve(Server(str(engine.url), api_key or str(engine.admin_api_key)))
-        yield agents
-        return
-    assert args.env_url is not None and renderer is not None
-    with (
-        HttpServerEngineAdapter.attach(str(engine.url), api_key) as client,
-        AgentLoop(
-            client,
-            args.env_url,
-            renderer,
-            sampling_params={"temperature": args.grpo.temperature},
-            limits=args.limits,
-            max_concurrency=args.max_concurrency,
-        ) as loop,
-    ):
-        yield loop
+    with contextlib.ExitStack() as stack:
+        attach = HttpServerEngineAdapter.attach
+        keys = (
+            [api_key or engine.admin_api_key for engine in engines] if agents is not None else [api_key] * len(engines)
+        )
+        clients = [stack.enter_context(attach(str(engine.url), key)) for engine, key in zip(engines, keys, strict=True)]
+        if agents is not None:
+            stack.enter_context(agents.serving(clients))
+            yield agents
+            return
+        assert args.env_url is not None and renderer is not None
+        yield stack.enter_context(
+            AgentLoop(
+                clients,
+                args.env_url,
+                renderer,
+                sampling_params={"temperature": args.grpo.temperature},
+                limits=args.limits,
+                max_concurrency=args.max_concurrency,
+            )
+        )
 
 
 def _run_steps(args: TrainArgs, run: Algorithm, folder: RunFolder, stop: StopRequest, saving: SaveGroup) -> None:

@@ -53,7 +53,9 @@ MAY_DIFFER = {
     "limits.straggler_timeout": _TIME,
     "limits.straggler_fraction": _TIME,
     "limits.env.*": _TIME,
+    "max_relaunches": _END,
     "server_url": "the server may be another one",
+    "server_urls": "the servers may be others",
 } | {
     f"server.{field.name}": _SERVER
     for field in dataclasses.fields(ServerArgs)
@@ -70,8 +72,8 @@ def run_settings(args: TrainArgs) -> dict[str, Any]:
     settings = settings_of("train.grpo", args, without=("out", "resume", *(f"server.{key}" for key in _KEYS)))
     for name in ("model_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):
         settings[name] = None if settings[name] is None else location(settings[name])
-    for name in ("env_url", "server_url"):
-        settings[name] = None if settings[name] is None else without_host(settings[name])
+    settings["env_url"] = None if args.env_url is None else without_host(args.env_url)
+    settings["server_urls"] = [without_host(url) for url in args.server_urls]
     is_file = args.tasks is not None and not is_named(args.tasks)
     digest = hashlib.blake2b(read_bytes(Path(args.tasks or "")), digest_size=16).hexdigest() if is_file else None
     tasks = Path(args.tasks or "").name if is_file else args.tasks

@@ -91,6 +91,7 @@ async def arun_agents(
     progress: Progress | None = None,
     describe: Mapping[str, Any] | None = None,
     notice: UnsampledNotice | None = None,
+    version: str | None = None,
 ) -> AgentRun:
     """Play each task `group_size` times, every episode in a session of its own.
 
@@ -110,7 +111,8 @@ async def arun_agents(
     continues: its settings must be equal, except those that docs/runs.md lists, and episodes that have ended are
     not played again. `describe` is added to run.json and must be equal in a resumed run. `on_finish` is called with
     each attempt that has ended, and `progress` counts what runs now. `notice` logs the first episode without a
-    sampled token; pass the same one to log once over several calls.
+    sampled token; pass the same one to log once over several calls. With `version`, a session begins only on a
+    server whose weights have this version.
 
     Raise BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
     `allow_open_server`. Faults of single episodes raise nothing.
@@ -146,7 +148,7 @@ async def arun_agents(
         folder = RunFolder(out, settings, tasks, resume, MAY_DIFFER) if out is not None else None
         if folder is not None:
             stack.callback(folder.close)
-        pool = await stack.enter_async_context(_servers(servers, model_path))
+        pool = await stack.enter_async_context(_servers(servers, model_path, version))
         if not allow_open_server:
             await pool.check_closed()
         logs = folder.logs if folder is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -259,11 +261,13 @@ def _checked(agent: AgentFunction | Sequence[str], pass_env: Sequence[str]) -> A
 
 
 @contextlib.asynccontextmanager
-async def _servers(servers: Sequence[Server] | None, model_path: str | None) -> AsyncIterator[ServerPool]:
+async def _servers(
+    servers: Sequence[Server] | None, model_path: str | None, version: str | None
+) -> AsyncIterator[ServerPool]:
     if servers is not None:
         if model_path is not None:
             raise BadRequestError("Pass servers or model_path, not both: a running server has its model.")
-        async with ServerPool(servers) as pool:
+        async with ServerPool(servers, version) as pool:
             yield pool
         return
     if model_path is None:
@@ -274,7 +278,7 @@ async def _servers(servers: Sequence[Server] | None, model_path: str | None) -> 
     engine = await asyncio.to_thread(HttpServerEngineAdapter, model_path=model_path, port=0, api_key=key)
     try:
         assert engine.url is not None
-        async with ServerPool([Server(engine.url, key)]) as pool:
+        async with ServerPool([Server(engine.url, key)], version) as pool:
             yield pool
     finally:
         await asyncio.to_thread(engine.shutdown)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError
+from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError, VerlServerError
 from verl_server.files.run_output import location
 from verl_server.messages.session_types import CreatedSession, CreateSession
 from verl_server.rollout.agents.sessions_client import SessionsClient
@@ -26,10 +26,12 @@ PROBE_SECONDS = 1.0
 class ServerPool:
     """The servers of a run. Use it on one event loop, with `async with`."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
+    def __init__(self, servers: Sequence[Server], version: str | None = None) -> None:
+        """With `version`, sessions begin only on servers whose weights have this version."""
         if not servers:
             raise BadRequestError("servers is empty: name at least one Server(url, api_key).")
         self.clients = [SessionsClient(server.url, server.api_key) for server in servers]
+        self._version = version
         self._open = dict.fromkeys(self.clients, 0)
         self._away: set[SessionsClient] = set()
         self._unchecked: set[SessionsClient] = set()
@@ -85,7 +87,7 @@ class ServerPool:
             self._open[client] += 1
             try:
                 try:
-                    created = await client.create(request)
+                    created = await self._created(client, request)
                     self._away.discard(client)
                 except (ServerDiedError, ServerUnavailableError) as error:
                     if isinstance(error, ServerDiedError):
@@ -100,6 +102,18 @@ class ServerPool:
                 return
             finally:
                 self._open[client] -= 1
+
+    async def _created(self, client: SessionsClient, request: CreateSession) -> CreatedSession:
+        """Create a session. Raise ServerUnavailableError if the server's weights have another version."""
+        created = await client.create(request)
+        if self._version is None or created.weight_version == self._version:
+            return created
+        self._away.add(client)
+        with contextlib.suppress(VerlServerError):
+            await client.delete(created.id)
+        raise ServerUnavailableError(
+            f"The server at {client.url} serves version {created.weight_version!r}, not {self._version!r}."
+        )
 
     async def watch(self) -> None:
         """Probe the unreachable servers every `PROBE_SECONDS`, until the task is cancelled."""

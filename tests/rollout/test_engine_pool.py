@@ -70,9 +70,9 @@ def test_episodes_wait_until_the_server_was_healed(
     waits = threading.Event()
     wait = HttpServerEngineAdapter.async_wait_until_healed
 
-    async def announced(self: HttpServerEngineAdapter, timeout: float) -> None:
+    async def announced(self: HttpServerEngineAdapter, timeout: float, version: str | None = None) -> None:
         waits.set()
-        await wait(self, timeout)
+        await wait(self, timeout, version)
 
     monkeypatch.setattr(HttpServerEngineAdapter, "async_wait_until_healed", announced)
     sampled_before: list[int] = []

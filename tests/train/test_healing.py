@@ -1,0 +1,104 @@
+"""A run goes on when a rollout server dies: all ranks bring it back together, and its episodes continue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.torchrun import run_ranks
+from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.verl_engine import VerlEngine
+from verl_server.models.tiny import make_model_folder
+from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask
+from verl_server.train import run as run_module
+from verl_server.train.grpo import main
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_launched_server_that_is_killed_in_a_rollout_is_launched_again(
+    policy_folder: Path, tmp_path: Path, ranks: int
+) -> None:
+    """With two ranks, the server is killed after one of them has finished its episodes."""
+    log = tmp_path / "log"
+    codes = run_ranks(ranks, "tests.train.healing_ranks", [str(policy_folder), str(tmp_path)], log, timeout=200)
+    text = log.read_text()
+    assert not any(codes) and None not in codes, f"exit codes {codes}: {text[-8000:]}"
+    for rank in range(ranks):
+        result = json.loads((tmp_path / f"{rank}.json").read_text())
+        versions = result["versions"]
+        assert [version.partition("@")[0] for version in versions] == ["0", "1", "2"]
+        assert len({version.partition("@")[2] for version in versions}) == 1
+        # The healed server has the weights of before under the version of before, and only they have sampled.
+        assert result["sampled"] == [[version] for version in versions]
+        assert all(end == "done" for ends in result["ends"] for end in ends), result["ends"]
+        assert all(gap < 1e-4 for gap in result["gaps"])
+        assert len(result["killed"]) == (rank == 0)
+        assert rank > 0 or result["pid"] not in (None, *result["killed"])
+    assert "ended with signal SIGKILL" in text and "It is launched again. Launches that are left: 2." in text
+
+
+PID = "TEST_HEALING_PID"
+"""Variable of this process with the server that the agent kills. The trainer loads this file as another module."""
+RETRY_PAUSE = 0.1
+
+
+async def patient_agent(session: AgentSession, task: AgentTask) -> None:
+    """Sample two turns, and repeat a request while the server is away. Kill the server once between the turns."""
+    messages = [{"role": "user", "content": "go"}]
+    async with session.http() as client:
+        for turn in range(2):
+            body = {"model": "policy", "messages": messages, "max_tokens": 2}
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    reply = await client.post("/chat/completions", json=body)
+                    if reply.status_code < 500:
+                        break
+                await asyncio.sleep(RETRY_PAUSE)
+            assert reply.status_code == 200, reply.text
+            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "and?"}]
+            if turn == 0 and (pid := os.environ.pop(PID, None)) is not None:
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def share_of_even(episode: AgentEpisode) -> float:
+    assert episode.trajectory is not None
+    tokens = [token for branch in episode.trajectory.branches for token in branch.ids]
+    return sum(token % 2 == 0 for token in tokens) / len(tokens)
+
+
+@pytest.mark.timeout(240)
+def test_sessions_of_an_agent_go_on_when_the_server_was_launched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch = run_module.launch_engine
+
+    def noted(*arguments: Any, **settings: Any) -> VerlEngine:
+        engine = launch(*arguments, **settings)
+        assert isinstance(engine.engine, HttpServerEngineAdapter) and engine.engine.pid is not None
+        monkeypatch.setenv(PID, str(engine.engine.pid))
+        return engine
+
+    monkeypatch.setattr(run_module, "launch_engine", noted)
+    folder = make_model_folder(tmp_path / "chat", "qwen3", init_std=0.2, max_position_embeddings=2048)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"seed": 0, "input": "go"}\n')
+    out = tmp_path / "run"
+    command = ["--model-path", str(folder), "--out", str(out), "--steps", "2", "--device", "cpu", "--retry-pause", "0"]
+    command += ["--agent", f"{__file__}:patient_agent", "--tasks", str(tasks), "--reward", f"{__file__}:share_of_even"]
+    command += ["--grpo.groups", "2", "--grpo.group-size", "3", "--grpo.epochs", "1", "--grpo.minibatches", "1"]
+    command += ["--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1", "--server.log-level", "warning"]
+    assert main(command) == 0, capfd.readouterr().err
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    errors = out / "errors.jsonl"
+    assert [(m["trajectories"], m["failed"]) for m in metrics] == [(6, 0)] * 2, errors.exists() and errors.read_text()
+    assert all(m["logprob_gap"] < 1e-4 for m in metrics)
+    assert PID not in os.environ and "It is launched again" in caplog.text
