@@ -1,8 +1,8 @@
 """The plan of a session's next turn: which stored ids stay, and which ids follow them.
 
 A text worker calls `plan_next_turn` for a conversation and `plan_text` for a completion; `sessions/ids_plan` plans
-prompts of token ids. The functions are pure: they see a snapshot of the session, and the ledger puts the ids
-together. A turn that ends meanwhile can only add branches.
+prompts of token ids. The functions are pure: they read a snapshot of the session, and the ledger joins the ids of the
+plan. A turn that ends after the snapshot adds a branch and changes no stored turn, so the plan stays valid.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def plan_next_turn(
 ) -> PlannedTurn:
     """Plan the turn of a conversation in OpenAI's shape, with contents that are strings.
 
-    `options` are those of `ChatTemplates.render`, with the template's `tools`. `render` returns the text of messages as
-    `template_messages` returns them. `token_text` returns the text of one token, special tokens included.
+    `options` are the keyword arguments of `ChatTemplates.render`, including `tools` in the template's shape. `render`
+    renders messages in the shape of `template_messages` as text. `token_text` returns the text of one token id; special
+    tokens have a text, too.
 
     Raise BadRequestError if the template refuses the messages, or if they cannot follow `view.previous`.
     """
@@ -143,7 +144,10 @@ class _Planner:
         return self._planned(place, turn, turn.prompt_tokens, [], "retry", ending, opening=turn.generation_prompt)
 
     def _extended(self, place: _Place) -> PlannedTurn | None:
-        """Plan a prompt whose last assistant's message is a stored reply: its turn continues."""
+        """Plan a prompt that continues a stored turn: its last assistant message is the turn's reply.
+
+        Return None if the last assistant message is no stored reply.
+        """
         if self._continues:
             return None
         last = next((i for i in range(len(place.messages)) if place.messages[~i].get("role") == "assistant"), None)

@@ -36,7 +36,7 @@ _SPACE = re.compile(r"\s")
 
 
 class _Word:
-    """Collects a name up to one of several tags. `tag` is the one that was found."""
+    """Reads a name that ends at one of several tags. `tag` is the tag that was found, None before."""
 
     def __init__(self, *tags: str) -> None:
         self._tags = tags

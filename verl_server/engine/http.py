@@ -117,8 +117,8 @@ class HttpServerEngineAdapter(EngineBase):
         Control calls need the server's admin key. If another process launched the server with this class, the key is
         `engine.admin_api_key` in that process.
 
-        A genuine SGLang or vLLM server is recognized. Generation, pauses and weights then use its own wire, and what
-        this wire cannot express raises BadRequestError: docs/engines.md has the list.
+        A genuine SGLang or vLLM server is recognized. Generation, pauses and weight updates then use the wire of that
+        server. A call that this wire cannot express raises BadRequestError; docs/engines.md lists these calls.
         """
         url = server_address(url)
         adapter = cls.__new__(cls)

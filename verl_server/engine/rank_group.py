@@ -137,7 +137,7 @@ class RankGroup:
 
     @property
     def is_lost(self) -> bool:
-        """True if a rank was gone or too late in an earlier call. In that case every later call fails."""
+        """True if a rank ended or missed the time limit in an earlier call. Every later call then fails."""
         return self.size > 1 and self._channel.is_closed
 
     def close(self) -> None:

@@ -230,8 +230,9 @@ class EngineWeights(abc.ABC):
     ) -> tuple[bool, str]:
         """Close the transaction: serve its updates as one new version or, with `discard`, abandon the transaction.
 
-        If parameters are missing, the call raises WeightUpdateError and the transaction stays open: push them and end
-        it again, or discard it. With `partial`, they keep their values instead, and the message names them.
+        If parameters are missing, the call raises WeightUpdateError and the transaction stays open: push the missing
+        parameters and call this method again, or discard the transaction. With `partial`, missing parameters keep their
+        values, and the message names them.
         """
         req = EndWeightUpdateReq(
             transaction_id=transaction_id or self._transaction,

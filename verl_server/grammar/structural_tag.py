@@ -209,7 +209,7 @@ def _kind(form: Any) -> Any:
 
 
 def lark_of_regex(pattern: str) -> str:
-    """Return a regular expression as a terminal of Lark."""
+    """Convert a regular expression into a terminal of a Lark grammar."""
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(pattern)}/"

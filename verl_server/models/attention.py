@@ -242,7 +242,10 @@ def _attend_gathered(q: Tensor, kv_layer: Tensor, gathers: list[Gather], folded:
 
 
 def _pack(entries: Ints, queries: Ints, keys: Ints) -> list[Ints]:
-    """Cut entries, the largest first, into groups with little padding. One group in batch order if all are alike."""
+    """Divide entries, the largest first, into groups with little padding.
+
+    If all entries have similar lengths, return one group in batch order.
+    """
     if len(entries) < 2:
         return [entries] if len(entries) else []
     q, k = queries[entries], keys[entries]

@@ -50,7 +50,7 @@ class Renderer(Protocol):
 
 
 class ActionReader:
-    """A reader of the policy's text as an action, in one `ActionFormat`."""
+    """Converts the policy's text into an action of the environment, in one `ActionFormat`."""
 
     def __init__(
         self,

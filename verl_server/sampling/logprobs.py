@@ -1,6 +1,7 @@
 """Log-probabilities of several tokens of a row: the most likely tokens, requested ids and prompt tokens.
 
-The classes launch their work with a step and are read after the step. In between, the results are copied to the host.
+The constructor of each class launches the computation and the copy to the host, as a part of a step. After the step has
+run, `read` returns the results.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class TopCandidates:
 class SamplingMasks:
     """All tokens that can be drawn from each row, the most likely first, up to `nums[i]` tokens.
 
-    A row with more tokens returns none.
+    The list of a row is empty if more than `nums[i]` tokens can be drawn from the row.
     """
 
     def __init__(self, distribution: Distribution, nums: Sequence[int], vocab_size: int) -> None:

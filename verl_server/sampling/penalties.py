@@ -74,7 +74,7 @@ class Penalties:
         self._counts = self._counted = None
 
     def set_batch(self, specs: list[SampleSpec]) -> bool:
-        """Prepare for a batch of other rows. Counts of rows that stay in the batch are kept.
+        """Prepare for a batch with different rows. A row that stays in the batch keeps its token counts.
 
         Return True if the batch has penalties or bias.
         """

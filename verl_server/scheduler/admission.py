@@ -1,11 +1,11 @@
 """`Admission`: decides which waiting requests start in a step.
 
 Owned by the `BatchPlanner`, which starts the requests that `admitted` yields. Requests start in the order of the
-`WaitingQueue`, as long as pages and memory for steps suffice. Priority matters in the queue only: no running request
-makes room for a waiting one, and a waiting request of low priority may wait for as long as requests of higher priority
-arrive. With `lpm`, running episodes end before new ones begin if the pool cannot hold the histories of all: see
-`_yields`. Admission is optimistic: see `Reserve`. It also bounds the sum of the memory that sampling takes beyond a
-plain draw (penalties, filters, log-probabilities of many tokens).
+`WaitingQueue`, as long as pages and memory for steps suffice. Priority affects the queue only: no running request is
+stopped for a waiting request, and a request of low priority waits as long as requests of higher priority arrive. With
+`lpm`, if the pool cannot hold the histories of all episodes, running episodes end before new episodes begin: see
+`_yields`. Admission is optimistic: see `Reserve`. `Admission` also bounds the memory that sampling takes beyond a plain
+draw (penalties, filters, log-probabilities of many tokens), summed over the running requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PageKey = tuple[int, tuple[int, ...]]
 
 
 class Admission:
-    """The rules of admission, and what they count: the module docstring describes the rules."""
+    """The rules of admission, which the module docstring describes, and the numbers that the rules need."""
 
     def __init__(
         self, waiting: WaitingQueue, cache: RadixCache, step_budget: int | None, clock: Callable[[], float]
@@ -70,10 +70,10 @@ class Admission:
                 return
 
     def _is_computed(self, req: Req, node: PageNode, computing: set[PageKey]) -> bool:
-        """Return True if a running prefill computes the next page of the request, which has `node` already.
+        """Return True if a running prefill computes the page of the request that follows `node`.
 
-        Requests of one group arrive together. Waiting for the prefill of the first request is cheaper than computing
-        the prompt for each of them. The wait is short, because prefills run oldest first.
+        Requests of one group arrive together. It is cheaper to wait for the prefill of the first request than to
+        compute the prompt for each request. The wait is short, because prefills run oldest first.
         """
         if self._cache.disabled or req.reuse_limit() < (node.depth + 1) * self._cache.page_size:
             return False
@@ -85,17 +85,17 @@ class Admission:
         return self._page_key(req.node, req)
 
     def _page_key(self, node: PageNode, req: Req) -> PageKey:
-        """Return the key of the page of `req` directly below `node`: (id of the node, tokens of the page)."""
+        """Return the key of the page of `req` that follows `node`: (id of the node, tokens of the page)."""
         start = node.depth * self._cache.page_size
         return id(node), tuple(req.token_ids[start : start + self._cache.page_size])
 
     def _yields(self, running: Sequence[Req], req: Req, node: PageNode, reserved: int) -> bool:
-        """Return True if a waiting request should leave the pages that it needs to episodes that run.
+        """Return True if a waiting request should not start yet, so that running episodes keep the pages that it needs.
 
-        A request of which less than half is cached begins an episode, or continues one that lost its pages. It takes no
-        page that will probably be used again soon, and leaves the headroom for the growth of running episodes, unless
-        it is overdue, or running requests would hold less than half of the pool. So histories stay in the cache until
-        episodes end.
+        A request of which less than half is cached begins an episode, or continues an episode that lost its pages. Such
+        a request may not take pages that will probably be used again soon, nor the headroom for the growth of running
+        episodes. There are two exceptions: the request is overdue, or running requests would hold less than half of the
+        pool. So histories stay in the cache until episodes end.
         """
         waiting, kept, num_pages = self._waiting, self._cache.kept, self._cache.pool.num_pages
         if not (running and waiting.by_prefix) or req.started or req.overdue or waiting.is_cached(req):
@@ -107,13 +107,19 @@ class Admission:
         return need + self.headroom.pages > available - kept.count
 
     def _has_room(self, req: Req, node: PageNode, reserved: int) -> bool:
-        """Return True if a step has memory to sample for one more request, and its pages besides those down to `node`
-        are free or can be evicted."""
+        """Return True if a waiting request fits: in the memory for sampling, and in pages that are free or can be
+        evicted.
+
+        The pages from the root to `node` are cached, and are not counted.
+        """
         if self.step_budget is not None and self.step_bytes + req.step_bytes > self.step_budget:
             return False
         available, need = self._cache.available_pages(), self._needed_pages(req, node) + reserved
         return need <= available and need <= available - self._cache.num_idle(node)
 
     def _needed_pages(self, req: Req, node: PageNode) -> int:
-        """Return the pages that a waiting request needs besides those down to `node`, with what it may sample."""
+        """Return the number of pages that a waiting request needs for its prompt and its reserve of sampled tokens.
+
+        The pages from the root to `node` are cached, and are not counted.
+        """
         return self.reserve.expected_pages([req]) - node.depth

@@ -1,17 +1,17 @@
 """`BatchPlanner`: decides which requests run in the next step, and on which pages.
 
-Owns the waiting and running lists, the KV pages, the page-table rows and the prefix cache. It is pure Python without
+It owns the waiting and running lists, the KV pages, the page-table rows and the prefix cache. It is pure Python without
 tensors or I/O. The `Scheduler` adds requests, plans a `ScheduleBatch`, launches it, reports that it was collected, and
 removes requests. One step may be in flight while the next is planned. Pages and rows that the step in flight still
 writes may be assigned again, because the device runs steps in order.
 
 Policy: every running request decodes in every step. Prefills fill the rest of the step, oldest first, with at most
 `chunked_prefill_size` prompt tokens. Then `Admission` decides which waiting requests start. `ExpectedReturn` learns how
-long the history of a turn is worth keeping. If pages run out, the newest request is retracted: it keeps its tokens,
-loses its KV, and is computed again later. The oldest request always fits (this is checked at arrival), so there is
-always progress. A step reports a bounded number of log-probabilities of prompt tokens, so that a prompt with hundreds
-of candidates for each token does not delay the tokens of other requests. If a step runs out of memory nevertheless,
-steps become smaller (`StepLimits`).
+long the prefix cache should keep the history of a turn. If pages run out, the newest request is retracted: it keeps its
+tokens, loses its KV, and is computed again later. The oldest request always fits (this is checked at arrival), so there
+is always progress. A step reports a bounded number of log-probabilities of prompt tokens, so that a prompt with
+hundreds of candidates for each token does not delay the tokens of other requests. If a step runs out of memory
+nevertheless, steps become smaller (`StepLimits`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BatchPlanner:
         self.waiting.add(req)
 
     def finish_session(self, session_id: str) -> None:
-        """Note that no request will continue the session, not even those of its requests that still wait or run."""
+        """Record that no later request will continue the session, including its requests that still wait or run."""
         self._histories.finish(session_id)
         for req in itertools.chain(self.running, self.waiting):
             req.session_over = req.session_over or req.session_id == session_id
@@ -99,7 +99,7 @@ class BatchPlanner:
         self._free(req, cache)
 
     def remove_finished(self, finished: list[tuple[Req, bool]]) -> None:
-        """`remove` many running requests, each with its `cache` flag, in one pass over the running list."""
+        """Call `remove` for many running requests, each with its `cache` flag, in one pass over the running list."""
         for req, cache in finished:
             self._free(req, cache)
         if finished:
@@ -108,8 +108,8 @@ class BatchPlanner:
     def retract(self, req: Req) -> None:
         """Put a running request back into the queue without KV. It keeps its tokens and log-probabilities.
 
-        No step of the request may be in flight: the token of that step would be taken for one that the request samples
-        after its return.
+        No step of the request may be in flight: otherwise the token of that step would be mistaken for a token that the
+        request samples after it starts again.
         """
         assert req.cached_len == req.sound_len, f"{req.rid} is retracted while a step with it is in flight"
         self.running.remove(req)
@@ -165,7 +165,8 @@ class BatchPlanner:
         """Return the next step, which must be launched at once, or None if there is nothing to run.
 
         `only_started` admits no request that was not started before (a drain). `settled` is False while a step is in
-        flight. Then no request is retracted, and None may mean: collect the step and plan again, to retract a request.
+        flight. Then no request is retracted, and None may mean that a request must be retracted: collect the step, and
+        plan again.
         """
         retracted = False
         while True:
@@ -205,7 +206,7 @@ class BatchPlanner:
     def out_of_memory(self, batch: ScheduleBatch) -> Req | None:
         """Undo a step that ran out of memory at its launch. Its requests are planned again in smaller steps.
 
-        Return the request that cannot be computed even alone, and therefore must end; None if it is not known yet.
+        Return the request that must end because it cannot be computed even alone, or None if it is not known yet.
         """
         batch.undo()
         return self.limits.failed(batch)
@@ -237,8 +238,10 @@ class BatchPlanner:
         return decodes, growing, prefills
 
     def _plan_prefills(self, prefills: list[Req], room: int, admit: bool, only_started: bool) -> list[Req]:
-        """Return up to `room` requests that fill the step: `prefills`, oldest first; then, with `admit`, waiting
-        requests."""
+        """Return up to `room` requests that fill the step.
+
+        These are `prefills`, oldest first, and then, with `admit`, waiting requests.
+        """
         budget = self.limits.tokens
         self._reported_room = _MOST_REPORTED
         prefills.sort(key=_arrival)
@@ -264,8 +267,8 @@ class BatchPlanner:
     def _reportable_tokens(self, req: Req) -> int:
         """Return how many of the request's next tokens this step may compute within `_MOST_REPORTED`.
 
-        It is at least one for the first request with prompt log-probabilities in a step, whatever it reports for one
-        token: otherwise the request would wait for ever.
+        The number is at least one for the first request with prompt log-probabilities in a step, even if one token
+        exceeds `_MOST_REPORTED`. Otherwise the request would wait for ever.
         """
         prompt = req.prompt_logprobs
         if prompt is None:
@@ -288,7 +291,7 @@ class BatchPlanner:
         return admitted
 
     def _start(self, req: Req, node: PageNode) -> None:
-        """Assign a row and the cached pages down to `node` to a waiting request."""
+        """Assign a row, and the cached pages from the root to `node`, to a waiting request."""
         self.cache.lock(node)
         self.waiting.remove(req)
         req.row = self.rows.alloc()

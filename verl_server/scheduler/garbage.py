@@ -1,7 +1,8 @@
 """`Garbage`: runs the full garbage collections of rank 0's process in idle time.
 
-A full collection visits every page of the prefix cache: 0.1 s for 65,000 pages, in which no step begins. Python starts
-one whenever the objects have grown by a quarter. Young objects are collected as usual.
+A full collection visits every page of the prefix cache. With 65,000 pages it takes 0.1 s, during which no step begins.
+Python starts a full collection whenever the number of objects has grown by a quarter. Young objects are collected as
+usual.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 import gc
 
 _NEVER = 1 << 30
-"""Collections of the middle generation before Python starts a full one."""
+"""Number of collections of the middle generation before Python starts a full collection."""
 _ENOUGH = 100
-"""Collections of the middle generation after which a full one is worth its time: some 700,000 new objects."""
+"""Number of collections of the middle generation after which a full collection runs: some 700,000 new objects."""
 
 
 class Garbage:
-    """Owned by the `SchedulerLoop`."""
+    """Full garbage collections in idle time. The `SchedulerLoop` owns it."""
 
     def defer(self) -> None:
-        """Let Python start no full collection."""
+        """Keep Python from starting full collections."""
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, _NEVER)
 

@@ -1,4 +1,4 @@
-"""`Grammars`: compiles the grammars of requests. `masks` computes which tokens their outputs may continue with.
+"""`Grammars`: compiles the grammars of requests. Its `masks` computes the allowed next tokens of their outputs.
 
 The `Scheduler` owns it. A request whose grammar is not compiled yet waits here, not in the planner's queue. Threads
 compile. Text workers have tried out every grammar before, so a compilation ends.
@@ -7,8 +7,8 @@ Each running request has a matcher, which advances by the tokens that were colle
 not change the matcher. If a matcher fails, only its own request ends.
 
 Copies of a matcher share automata under one lock, so that their masks are computed one after the other, and a slow mask
-delays them all. Compiling takes a millisecond. So the grammar of each request is compiled anew, unless an earlier
-request left an idle matcher. Only the requests of a grammar that is expensive to compile share copies.
+delays them all. A typical compilation takes a millisecond. So each request's grammar is compiled anew, unless an
+earlier request left an idle matcher. Only if a grammar is expensive to compile, its requests use copies of one matcher.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 _THREADS = 4
 """Number of grammars that are compiled at the same time."""
 _MOST_BYTES = 2**30
-"""Bytes of compiled grammars that are kept, roughly. Grammars of live requests are kept in addition."""
+"""The most bytes of compiled grammars that are kept, roughly. Grammars of live requests are not counted."""
 _MATCHER_BYTES = 2**18
-"""Bytes that a matcher counts in addition to its measured size, which is rough."""
+"""Bytes that are added to the measured size of a matcher, because the measurement is rough."""
 _MOST_SECONDS = 0.02
-"""A grammar that takes more processor time to compile is compiled once."""
+"""Seconds of processor time. A grammar that takes more time to compile is compiled only once."""
 _MOST_SIZE = 2**22
-"""A grammar that takes more bytes is compiled once."""
+"""Bytes. A grammar that takes more memory is compiled only once."""
 _LONGEST = 4096
-"""The matcher of a longer output is not used again, because it keeps the memory of that output."""
+"""Number of tokens. The matcher of a longer output is not used again, because it keeps the memory of that output."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class _Compiled:
     size: int
     """Bytes of a matcher, roughly."""
     idle: list[Matcher] = field(default_factory=list)
-    """Matchers at the start of the output, of which each belongs to one request at a time."""
+    """Idle matchers at the start of the output. A matcher serves one request at a time."""
     original: Matcher | None = None
-    """The matcher of an expensive grammar, of which requests take copies."""
+    """The matcher of an expensive grammar. Each request uses a copy of it."""
 
 
 class Grammars:
@@ -66,7 +66,7 @@ class Grammars:
         self.waiting: dict[str, Req] = {}
         """Requests whose grammar is being compiled, by rid."""
         self.masks: StepMasks | None = None
-        """None until `load`."""
+        """The tokenizer of the grammar library. None until `load`."""
         self.on_compiled: Callable[[], None] = lambda: None
         """Called in a thread whenever a compilation has ended."""
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()

@@ -1,7 +1,7 @@
 """A scheduler process: the entry of `ChildProcess("scheduler-tpN", "verl_server.scheduler.process")`.
 
-This module does not import torch, so that a CUDA context is created in a thread while `scheduler.rank` imports torch:
-each takes seconds. The same thread starts the process that compiles kernels. `scheduler.rank` does the rest.
+This module does not import torch. So a thread creates the CUDA context while `scheduler.rank` imports torch; each takes
+seconds. The same thread starts the process that compiles kernels. `scheduler.rank` continues the start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
 
 
 def _prepare_device(server_args: ServerArgs, tp_rank: int) -> None:
-    """Create the CUDA context. On the first rank of a host, also start to compile what the Triton cache lacks."""
+    """Create the CUDA context. On the first rank of a host, start to compile kernels that the Triton cache lacks."""
     gpu = create_context(server_args, tp_rank)
     if gpu is not None and tp_rank % server_args.ranks_per_node == 0:
         compile_ahead(server_args, gpu)

@@ -49,7 +49,7 @@ class SchedulerLoop:
         self._sockets = sockets
         self._garbage = garbage
         self._is_quiet = False
-        """True if no message came in `_QUIET`, or since then."""
+        """True if no message has arrived for `_QUIET` seconds."""
         self.stopping = False
 
     def stop(self) -> None:
@@ -144,7 +144,7 @@ def run_rank(
 def _end_if_lost(stager: Stager) -> None:
     """End the process of a follower whose stager is lost, because rank 0 would wait for the stager's vote.
 
-    The follower's loop cannot do that: it waits for the next command of rank 0.
+    The follower's loop cannot end the process, because it waits for the next command of rank 0.
     """
     if stager.is_lost:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""`RequestGrammar`: the grammar that the output of one request follows. `Grammars` makes it, and `Req` owns it."""
+"""`RequestGrammar`: the grammar that the output of one request follows. `Grammars` creates it, and `Req` owns it."""
 
 from __future__ import annotations
 

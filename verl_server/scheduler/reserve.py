@@ -1,8 +1,8 @@
 """`Reserve`: the pages that requests will probably still need, for their prompts and the tokens that they sample.
 
-Nobody knows how many of its `max_new_tokens` a request will sample. Admission reserves a fraction of them, so that more
-requests run than if each sampled the most. The fraction rises when a request was retracted for lack of pages, and falls
-slowly with every step in which none was.
+It is not known in advance how many of its `max_new_tokens` a request will sample. Admission reserves a fraction of
+them, so that more requests run than with a full reservation. The fraction rises when a request is retracted for lack of
+pages, and falls slowly with every step without a retraction.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from verl_server.scheduler.schedule_batch import Req
 
 _START, _LEAST, _DECAY, _RISE = 0.5, 0.1, 0.002, 0.2
 _CLIP = 4096
-"""Most tokens that are counted for a request: a huge `max_new_tokens` says little about the length of the reply."""
+"""The most tokens that are counted for a request. A huge `max_new_tokens` says little about the length of the reply."""
 
 
 class Reserve:
-    """Owned by `Admission`."""
+    """The reserved fraction of the tokens that requests may still sample. `Admission` owns it."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._ratio = _START
 
     def step_planned(self, retracted: bool) -> None:
-        """Note that a step was planned, and whether a request was retracted for it."""
+        """Record that a step was planned, and if a request was retracted for it."""
         self._ratio = min(1.0, self._ratio + _RISE) if retracted else max(_LEAST, self._ratio - _DECAY)
 
     def expected_pages(self, reqs: Iterable[Req]) -> int:

@@ -9,11 +9,11 @@ Used by the `BatchPlanner` and the `Scheduler`. Three lengths describe the progr
 A decode (one token), a chunk of a prefill, and the rest of a prompt after a prefix-cache hit are all the same: extend
 the KV from `cached_len` to `device_len`.
 
-These lengths advance when a step is launched, not when it is computed, so that the next step can be planned meanwhile.
-The newest token of a request may then be known to the device only. `num_pending` counts such tokens: they are part of
-the request, but not yet in `token_ids` and `output_ids`. `sound_len` advances when a step is collected, and only the KV
-below `sound_len` may be shared. The `BatchPlanner` advances the lengths. The `Scheduler` appends tokens and ends
-requests.
+These lengths advance when a step is launched, not when it is computed, so that the next step can be planned while the
+device computes. The newest token of a request may then exist on the device only. `num_pending` counts such tokens: they
+are part of the request, but are not yet in `token_ids` and `output_ids`. `sound_len` advances when a step is collected,
+and only the KV below `sound_len` may be shared. The `BatchPlanner` advances the lengths. The `Scheduler` appends tokens
+and ends requests.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class PromptLogprobState:
         self.requested.extend(part.requested or ())
 
     def result(self, prompt_ids: list[int]) -> PromptLogprobs:
-        """Return the log-probabilities of prompt[start:]. The first entry is None: its token is not predicted."""
+        """Return the log-probabilities of prompt[start:].
+
+        The first entry is None, because nothing predicts the first token.
+        """
         return PromptLogprobs(
             packed_ids=pack_ids(prompt_ids[self.start :]),
             packed_logprobs=b"".join(self.logprobs),
@@ -130,14 +133,15 @@ class Req:
         """Number in the order of arrival. The oldest request is retracted last."""
         self.priority = message.priority
         self.place: Place = (-message.priority, False, False, False, 0, False, arrival)
-        """Waiting requests are ordered by this. `WaitingQueue` sets it."""
+        """Sort key of waiting requests. `WaitingQueue` sets it."""
         self.overdue = False
-        """True if the request has waited for so long that it precedes the others of its priority."""
+        """True if the request has waited so long that it precedes the other requests of its priority."""
         self.match: PageNode | None = None
-        """The end of the prefix that the cache held when the `WaitingQueue` looked last."""
+        """The last node of the prefix that was cached at the last check of the `WaitingQueue`."""
         self.session_id = message.session_id
         self.session_over = False
-        """True if the session ended while the request waited or ran, so that no other one continues it."""
+        """True if the session ended while the request waited or ran, so that no later request continues this request.
+        """
         self.turn = 0
         """Number of the turns that the request continues, as far as it is known."""
         self.namespace = message.namespace
@@ -167,7 +171,7 @@ class Req:
             self.spec.top_logprobs_num > 0 or self.spec.token_ids_logprob is not None or self.spec.sampling_mask_num > 0
         )
         self.prompt_logprobs: PromptLogprobState | None = None
-        """None if not requested, and after they were sent."""
+        """Log-probabilities of the prompt. None if they were not requested, and after they were sent."""
         if message.return_logprob and message.logprob_start_len >= 0:
             start = min(message.logprob_start_len, len(self.prompt_ids) - 1)
             self.prompt_logprobs = PromptLogprobState(start, self.spec.top_logprobs_num, self.spec.token_ids_logprob)
@@ -191,7 +195,7 @@ class Req:
         self.private = False
         """True if the KV mixes weight versions. It is never shared through the prefix cache then."""
         self.restarted = False
-        """True from an update that dropped the KV until it is computed again. The next update waits for that."""
+        """True from an update that dropped the KV until the KV is computed again. The next update waits for this."""
         self.started = False
         """True if the request was ever admitted. A weight update with mode "wait" waits for such requests."""
         self.cached_tokens = 0
@@ -245,7 +249,7 @@ class ScheduleBatch:
     prefills: list[Req]
     """The `reqs` whose prefill this step continues or ends."""
     left_out: set[Req] = field(default_factory=set)
-    """The `sampled` whose token is dropped, because it was sampled without a valid mask."""
+    """Requests of `sampled` whose token is dropped, because it was sampled without a valid mask."""
 
     @classmethod
     def build(cls, reqs: list[Req]) -> ScheduleBatch:
@@ -287,7 +291,8 @@ class ScheduleBatch:
     def undo(self) -> None:
         """Reverse `build` for the requests that still run, after the step could not be launched.
 
-        They keep their pages. The step may have written KV beyond `cached_len` only, which is written again.
+        The requests keep their pages. The step may have written KV beyond `cached_len` only, and a later step writes
+        this KV again.
         """
         by_row = {req.row: req for req in self.reqs if req.row >= 0}
         for req, extend_len in zip(self.reqs, self.forward.extend_lens, strict=True):
@@ -301,7 +306,7 @@ class ScheduleBatch:
                 by_row[row].page_updates.insert(0, (column, pages))
 
     def leave_out(self, reqs: list[Req]) -> None:
-        """Sample no token for `reqs`, which still run. A later step computes their newest token again.
+        """Drop the sampled tokens of `reqs`, which still run. A later step computes their newest token again.
 
         Call it after the launch of this step, before its results are collected and before a later step is planned.
         """
@@ -379,7 +384,7 @@ class BatchOutput:
             self._out.sampling_masks[index] = [output.sampling_masks[sampled]]
 
     def add_policy(self, index: int, output: ForwardOutput, sampled: int) -> None:
-        """Set what is reported of edited logits for the one new token of entry `index`."""
+        """Set the report on edited logits for the one new token of entry `index`."""
         self._out.policy_logprobs[index] = [output.policy_logprobs[sampled]]
         if (choice := output.has_choice.get(sampled)) is not None:
             self._out.has_choice[index] = [choice]

@@ -1,4 +1,4 @@
-"""`Scheduler`: receives requests, admits them, runs steps, sends results. One for each engine, in rank 0's process.
+"""`Scheduler`: receives requests, admits them, runs steps, sends results. Each engine has one, in rank 0's process.
 
 `scheduler.rank` passes decoded messages to `handle` and calls `advance` for each turn. Messages and control requests
 take effect between two steps only. Then the `BatchPlanner` returns the next `ScheduleBatch`, the `TpWorker` runs it on
@@ -108,7 +108,7 @@ class Scheduler:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def handle(self, message: SchedulerInput) -> None:
-        """Carry out one message, or queue it."""
+        """Process one message, or queue it."""
         match message:
             case TokenizedGenerateReq():
                 self._receive_request(message)
@@ -254,7 +254,7 @@ class Scheduler:
         self._end(req, FinishReason(type="abort", message=message, status_code=status_code), cache=cache)
 
     def _end(self, req: Req, reason: FinishReason, *, cache: bool = True) -> None:
-        """Answer a request with an abort, and free it."""
+        """Answer a request with an abort, and free its resources."""
         self._remove(req, cache=cache)
         self.stats.num_aborted += 1
         self._output.add(req, reason, [], [])
@@ -329,7 +329,10 @@ class Scheduler:
         self.planner.share(prefilled)  # after `_process`, which freed pages that hold NaN
 
     def _fail(self, batch: ScheduleBatch, error: Exception) -> None:
-        """End the requests of a step that could not be computed, and drop their part of the step launched after it."""
+        """End the requests of a step that could not be computed.
+
+        Drop their results of the step that was launched after it.
+        """
         logger.error("A step of %d requests failed; they are aborted.", len(batch.reqs), exc_info=error)
         for req in batch.reqs:
             if req.row >= 0:

@@ -1,9 +1,11 @@
-"""`SessionHistories`: which requests continue which turns, and where the histories of sessions end in the prefix cache.
+"""`SessionHistories`: finds the turn that a request continues, and the end of each session's history in the prefix
+cache.
 
 The `BatchPlanner` reports the requests that arrive and end. A request continues the turn at whose last page its cached
 prefix ends, or the last turn of its session, whose pages may be gone. Clients may also drop tokens of a turn's output
-before the next turn, such as its reasoning: then the cached prefix ends above the last page, after the turn's prompt.
-`ExpectedReturn` learns from that. The pages of a session that is over, and those of dropped tokens, are evicted first.
+before the next turn, such as its reasoning. Then the cached prefix ends above the last page, after the turn's prompt.
+`ExpectedReturn` learns from the turns that are continued. The pages of an ended session, and of dropped tokens, are
+evicted first.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class History:
     turn: int
     """Number of turns that ended."""
     node: weakref.ref[PageNode]
-    """Last page of the history, as long as it is cached: an evicted page must not be kept in memory with its path."""
+    """Last page of the history, while it is cached. A reference to an evicted page would keep its whole path in memory.
+    """
     ended: EndedTurn | None
     """The last turn, until it is continued."""
 
@@ -46,7 +49,7 @@ class SessionHistories:
         return len(self._histories)
 
     def begin_turn(self, req: Req, now: float) -> None:
-        """Find the turn that a new request continues, and set `Req.turn`."""
+        """Find the turn that a new request continues, and set `req.turn`."""
         ended = None if req.match is None else self._continued_at(req.match, req)
         if (history := self._histories.get(req.session_id)) is not None:
             req.turn = history.turn
@@ -57,7 +60,7 @@ class SessionHistories:
             self._returns.continued(ended, now)
 
     def end_turn(self, req: Req, node: PageNode, now: float) -> float:
-        """Note that the turn of a request ended, whose cached history ends at `node`.
+        """Record that the turn of a request ended. The cached history of the turn ends at `node`.
 
         Return the time until which the history is likely to be continued.
         """
@@ -88,10 +91,12 @@ class SessionHistories:
         return ended
 
     def _end_below(self, node: PageNode, req: Req) -> PageNode | None:
-        """Return the end of the history that `req` continues if tokens of the last output were dropped from it.
+        """Return the end of the history that `req` continues without some tokens of the last output.
 
-        Then only one path leads on from `node`, no request holds it, and the request begins with the whole prompt of
-        the turn that ended there.
+        None if there is none.
+
+        There is such a history if only one path continues below `node`, no request holds this path, and `req` begins
+        with the whole prompt of the turn that ended there.
         """
         if node.parent is None or len(node.children) != 1:
             return None

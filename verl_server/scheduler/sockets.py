@@ -41,7 +41,10 @@ class SchedulerSockets:
         self._poller.register(self._messages, select.POLLIN)
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until a message arrives, `ring` is called, or `seconds` passed. Send unsent messages meanwhile."""
+        """Sleep until a message arrives, `ring` is called, or `seconds` have passed.
+
+        Send unsent messages during the sleep.
+        """
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             self._watch_messages()
@@ -55,10 +58,10 @@ class SchedulerSockets:
             self._messages.flush()
 
     def wake_on_signals(self) -> None:
-        """Make every signal end the current or the next `wait`. Called on the main thread.
+        """Make every signal end the current or the next `wait`. Call this on the main thread.
 
-        A Python handler alone does not: it cannot run while the main thread is in `poll`, and a signal that arrives
-        just before `poll`, or at another thread, does not interrupt it.
+        A Python signal handler alone is not enough: it cannot run while the main thread is in `poll`, and a signal that
+        arrives just before `poll`, or at another thread, does not interrupt `poll`.
         """
         signal.set_wakeup_fd(self._button.fileno(), warn_on_full_buffer=False)
 
@@ -108,7 +111,7 @@ class SchedulerSockets:
             self._poller.register(self._messages, select.POLLIN | (select.POLLOUT if self._messages.unsent else 0))
 
     def _clear_doorbell(self) -> None:
-        """Read every ring, because an unread one would end every later wait at once."""
+        """Read all bytes that `ring` wrote, because an unread byte would end every later wait at once."""
         with contextlib.suppress(BlockingIOError):
             while self._doorbell.recv(4096):
                 pass

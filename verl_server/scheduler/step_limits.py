@@ -1,10 +1,10 @@
-"""`StepLimits`: makes steps smaller after one ran out of memory, until the request that takes too much is found.
+"""`StepLimits`: makes steps smaller after a step ran out of memory, until the request that takes too much is found.
 
 Owned by the `BatchPlanner`. A step that ran out of memory at its launch is undone, and its requests become suspects.
-Suspects run first, the newest before the others, in steps of half as many requests and half as many tokens. A step
-that is computed clears its requests. A step that fails again is halved again, so after a few steps one request is left
-that cannot be computed even alone. That request ends, and the others continue in full steps. If all suspects are
-cleared, only their sum was too large: steps stay smaller, and grow slowly.
+Suspects run first, the newest before the others, in steps of half as many requests and half as many tokens. A step that
+is computed clears its requests. A step that fails again is halved again. So after a few steps the request that cannot
+be computed even alone is found. This request ends, and the other requests continue in full steps. If all suspects are
+cleared, only their sum was too large. Then steps stay smaller, and grow slowly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 
 _LEAST_TOKENS = 64
-"""Limit below which prompt tokens are not halved: one decode takes as much memory as a few prompt tokens."""
+"""The lowest limit of prompt tokens in a step. One decode takes as much memory as a few prompt tokens."""
 _STEPS_TO_GROW = 8
 """Successful steps after which the limits grow by one request and `_LEAST_TOKENS` tokens."""
 
@@ -40,7 +40,7 @@ class StepLimits:
         return any(req.row >= 0 for req in self._suspects)
 
     def choose(self, candidates: Sequence[Req]) -> set[Req]:
-        """Return the `candidates` for the next step: the suspects, or else those that waited longest."""
+        """Return the candidates that may be in the next step: the suspects, or else those that waited longest."""
         suspects = [req for req in candidates if req in self._suspects]
         if suspects:
             suspects.sort(key=lambda req: req.arrival, reverse=True)

@@ -2,8 +2,8 @@
 
 `Grammars` makes it and the `Scheduler` calls it, between the forward pass of a step and its sampling.
 
-Most masks take some 7 microseconds and a few take milliseconds. Waiting for these would delay all other rows. So a row
-whose mask is late is left out: the step samples no token for it, and its mask is used by a later step.
+Most masks take some 7 microseconds to compute, and a few take milliseconds. A wait for the slow masks would delay all
+other rows. So the step samples no token for a row whose mask is late, and a later step uses the mask.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from verl_server.scheduler.request_grammar import LateMask, RequestGrammar
 from verl_server.scheduler.schedule_batch import Req
 
 _MOST_BUFFERS = 4
-"""Bound on the buffers, each with the masks of all rows, of which late masks may hold all but one."""
+"""The most buffers. Each buffer has the masks of all rows. Late masks may occupy all buffers except one."""
 
 
 @dataclass
 class MaskedStep:
-    """The outcome for one step."""
+    """The rows of one step whose masks are not ready or failed."""
 
     masks: TokenMasks | None
     failures: list[tuple[Req, FinishReason]]
@@ -41,9 +41,9 @@ class _Buffer:
     words: torch.Tensor
     """int32 [max_rows, words] on the host, pinned for CUDA. The step that reads it ends before the next write."""
     run: MaskRun | None = None
-    """The run that writes into it."""
+    """The run that writes into the buffer."""
     late: list[LateMask] = field(default_factory=list)
-    """The late masks in it."""
+    """The late masks in the buffer."""
 
     @property
     def is_free(self) -> bool:
@@ -112,7 +112,7 @@ class StepMasks:
                 _grammar_of(req).error = error
 
     def _take_buffer(self) -> _Buffer:
-        """Return a buffer that nothing writes into. If late masks hold all buffers, wait for the oldest of them."""
+        """Return a buffer that no run writes into. If late masks occupy all buffers, wait for the oldest late mask."""
         for buffer in self._buffers:
             if buffer.is_free:
                 break
@@ -141,7 +141,7 @@ class StepMasks:
 
 
 def _mark(run: MaskRun, grammars: list[RequestGrammar], bits: Words, ready: npt.NDArray[np.bool_]) -> list[LateMask]:
-    """Set which rows of the run are ready. Set and return the `late` masks of the others."""
+    """Record which rows of the run are ready. Set and return the `late` masks of the other rows."""
     late = []
     for row, grammar in enumerate(grammars):
         if run.is_done(row):

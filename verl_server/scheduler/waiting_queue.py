@@ -1,15 +1,13 @@
 """`WaitingQueue`: the waiting requests in the order in which they start.
 
 The `BatchPlanner` adds requests, walks through the queue from the front, and removes the requests that it starts.
-Larger priorities come first. Within one priority, `fcfs` is the order of arrival. With `lpm` (longest prefix match)
-requests that were started before come first, then those that are overdue, oldest first, then those that continue a
-cached history, and then the others; each of the two by the length of the cached prefix. A prefix is matched when its
-request arrives, and only what the cache gained or lost is looked at later.
-
-A request becomes overdue when it has waited for `max_age`, but of each priority only one in each 64th part of
-`max_age`, or a 256th of those that have waited for so long. If all of them became so at once, as when more episodes
-begin than can run, the order would be the order of arrival: the one in which each request evicts what the next one
-needs.
+Larger priorities come first. Within one priority, `fcfs` is the order of arrival. With `lpm` (longest prefix match) the
+order is: requests that were started before; overdue requests, oldest first; requests that continue a cached history,
+longest cached prefix first; other requests, longest cached prefix first. A prefix is matched when its request arrives.
+Later checks visit only pages that the cache gained or lost. A request becomes overdue when it has waited for `max_age`.
+But in each 64th part of `max_age`, only one request of each priority becomes overdue, or a 256th of the requests that
+have waited so long. Otherwise, if more episodes begin than can run, all requests would become overdue together. The
+order would then be the order of arrival, in which each request evicts pages that the next request needs.
 """
 
 from __future__ import annotations
@@ -28,17 +26,19 @@ from verl_server.scheduler.schedule_batch import Place, Req
 SchedulePolicy = Literal["lpm", "fcfs"]
 
 _OVERDUE_PARTS = 64
-"""Parts of `max_age`, in each of which one request of each priority may become overdue."""
+"""Number of parts of `max_age`. In each part, one request of each priority may become overdue."""
 _OVERDUE_SHARE = 256
-"""If more requests than this number have waited for `max_age`, one for each `_OVERDUE_SHARE` of them becomes overdue in
-each part of `max_age`. So the last of 1,000 becomes overdue within 10 times `max_age`, instead of 17."""
+"""If more requests than this number are due, one of every `_OVERDUE_SHARE` becomes overdue in each part of `max_age`.
+
+So the last of 1,000 requests becomes overdue within 10 times `max_age`, instead of 17 times.
+"""
 
 
 class WaitingQueue:
     """Waiting requests, including retracted ones, in the order of `Req.place`."""
 
     def __init__(self, cache: RadixCache, policy: SchedulePolicy, max_age: float, clock: Callable[[], float]) -> None:
-        """`max_age`: seconds after which a request becomes overdue; the n-th of many at most n * `max_age` / 64 later.
+        """`max_age` is in seconds. The n-th of many overdue requests becomes overdue at most n * `max_age` / 64 later.
 
         `clock` returns seconds.
         """
@@ -48,7 +48,7 @@ class WaitingQueue:
         self.by_prefix = policy == "lpm"
         self._reqs: list[Req] = []
         self._young: dict[int, OrderedDict[Req, float]] = {}
-        """Priority -> its requests that are not overdue, with the time when they were queued, in this order."""
+        """Priority -> (request that is not overdue, time when it was queued), in the order of this time."""
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -60,7 +60,7 @@ class WaitingQueue:
         return self._reqs[index]
 
     def match(self, req: Req) -> None:
-        """Find the cached prefix of a request that will be added, and protect it, if the order depends on it."""
+        """Find and protect the cached prefix of a new request, if the queue's order depends on prefixes."""
         if self.by_prefix:
             self._match(req)
 
@@ -80,7 +80,7 @@ class WaitingQueue:
         req.match = None
 
     def rematch(self, index: int) -> PageNode | None:
-        """Look for the cached prefix of the request at `index` again.
+        """Match the cached prefix of the request at `index` again.
 
         Return its last node, or None if the request moved back in the queue, because a part of its prefix was evicted.
         If the prefix has become longer, the request moves forward, and the others keep their order and their number.
@@ -99,7 +99,7 @@ class WaitingQueue:
     def is_cached(self, req: Req) -> bool:
         """Return True if at least half of the request's tokens are cached and belong to the request's own history.
 
-        A cached prompt that several requests continue, such as a system prompt or the prompt of a group, is no history.
+        A cached prompt that several requests share, such as a system prompt or the prompt of a group, is no history.
         """
         node = req.match
         if node is None or 2 * node.depth * self._cache.page_size < len(req.token_ids):
@@ -149,7 +149,7 @@ class WaitingQueue:
                 self._cache.unwant(before)
 
     def _forget_wait(self, req: Req) -> None:
-        """Forget the time at which the request was queued."""
+        """Remove the time at which the request was queued."""
         young = self._young.get(req.priority)
         if young is not None and young.pop(req, None) is not None and not young:
             del self._young[req.priority]

@@ -60,7 +60,8 @@ class RunFolder:
     def open(self, resume: bool) -> str | None:
         """Check and lock the folder before anything starts, and return the checkpoint to continue from, or None.
 
-        Rank 0 calls it. Raise BadRequestError as `start` and `resume` do, and if another process trains there now.
+        Rank 0 calls it. Raise BadRequestError if another process trains in this folder now, or if `start` or `resume`
+        refuses the folder.
         """
         self._claim = claim_folder(self.path)
         try:

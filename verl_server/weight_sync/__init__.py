@@ -1,6 +1,6 @@
-"""Trainer -> server: new weights, from whoever owns them into parameters that never move.
+"""Weight updates: new weights are copied from a trainer, or from a file, into the server's parameters, in place.
 
-`handles` is what travels, `checksum` what both ends compare. `trainer` describes and pushes a trainer's memory,
-`server` reads it (and checkpoints, and SGLang's pickles) into a plan of copies, `copying` carries a plan out, `group`
-is for trainers of other hosts. `docs/weight-sync.md` describes it for users.
+`handles` is the wire format, and `checksum` computes the checksums that trainer and server compare. `trainer` describes
+and pushes a trainer's memory. `receiver` opens this memory (or checkpoints, or SGLang's pickles) and plans the copies.
+`copying` runs a plan. `group` serves trainers on other hosts. `docs/weight-sync.md` describes weight updates for users.
 """

@@ -1,9 +1,9 @@
 """A checksum of a tensor's bits that CPU and GPU compute alike, at the speed of memory.
 
-Both ends of a weight update use it: the server for `/weights_checker` and for the checksums that travel with an
-update, a trainer to know what the server should say. It is the polynomial sum of w[i] * g^(i+1) modulo 2^64 over
-the tensor's 32-bit words w, with an odd g. So these are always seen, whatever the values: one changed element of
-up to 32 bits, two swapped words, two flipped bits. It is not meant to resist an adversary.
+Both ends of a weight update use the checksum: the server for `/weights_checker` and for the checksums that an update
+contains, a trainer to compute the checksum that the server should report. The checksum is the polynomial sum of w[i] *
+g^(i+1) modulo 2^64 over the tensor's 32-bit words w, with an odd g. It always detects one changed element of up to 32
+bits, two swapped words, and two flipped bits. It does not resist an adversary.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from torch import Tensor
 
 _G = 0x5851F42D4C957F2D  # 5 modulo 8: its powers repeat as late as they can, and no two of them add up to 0
 _BLOCK = 1 << 15
-"""Words whose powers of g are tabulated. Block j counts g^(j * _BLOCK) times its own sum."""
+"""Number of words in a block, and of tabulated powers of g. The sum of block j is multiplied by g^(j * _BLOCK)."""
 _CUDA_BLOCKS = 1 << 8
 """Blocks in one kernel, which writes 8 bytes for each word (64 MiB)."""
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """16 hex digits for the elements in order; dtype's size and their number matter, strides and device do not."""
+    """Return 16 hex digits that depend on the elements in order, their number and the size of the dtype.
+
+    Strides and device do not change the checksum.
+    """
     return tensor_checksums([tensor])[0]
 
 
 def tensor_checksums(tensors: Iterable[Tensor]) -> list[str]:
-    """`tensor_checksum` of each. Each tensor is released before the next is read. A GPU is waited for only once: while
-    other work keeps it busy, every wait takes milliseconds."""
+    """Return the `tensor_checksum` of each tensor.
+
+    Each tensor is released before the next tensor is read. The function waits for a GPU only once, because a wait for a
+    busy GPU takes milliseconds.
+    """
     pending = [_begin(tensor.detach()) for tensor in tensors]
     values: dict[torch.device, Iterator[int]] = {}
     for device in {sums.device for _, sums in pending}:
@@ -46,7 +52,7 @@ def tensor_checksums(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def _begin(tensor: Tensor) -> tuple[int, Tensor]:
-    """(start value of the checksum, sums of blocks as int64 [blocks] on the tensor's device)."""
+    """Return (start value of the checksum, sums of blocks as int64 [blocks] on the tensor's device)."""
     blocks = 1 if tensor.device.type == "cpu" else _CUDA_BLOCKS
     # The products' operand, allocated once: one block of it fits the processor's cache.
     wide = torch.empty(min(blocks * _BLOCK, tensor.nbytes // 4 + 1), dtype=torch.int64, device=tensor.device)
@@ -83,7 +89,7 @@ def _copied(tensor: Tensor, nbytes: int) -> Iterator[Tensor]:
 
 
 def _block_sums(words: Tensor, wide: Tensor) -> Tensor:
-    """Return the sum of word * g^(i+1) of each block of a chunk, i counting from the block's start; int64 [blocks]."""
+    """Return the sum of word[i] * g^(i+1) of each block of a chunk, int64 [blocks]. i counts from the block's start."""
     powers = _powers(words.device)
     if words.device.type == "cpu":
         return torch.dot(wide[: len(words)].copy_(words), powers[: len(words)]).reshape(1)

@@ -1,7 +1,7 @@
-"""The wire format of weights: descriptions of memory, never the bytes.
+"""The wire format of weights: descriptions of memory, never the bytes of weights.
 
-`sender` makes these in a trainer process, they cross HTTP as JSON and the message socket as msgpack, `receiver` opens
-them in each scheduler process. Nothing here can run code, and nothing is pickled.
+`sender` creates the descriptions in a trainer process. They travel over HTTP as JSON, and over the message socket as
+msgpack. `receiver` opens the memory in each scheduler process. No description can run code, and none is pickled.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import msgspec
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """Range of every number on the wire; `open_memory` and `sources` check what the numbers mean."""
 _MOST_DIMENSIONS = msgspec.Meta(max_length=16)
-"""Without this bound, the number of elements of a long shape would have so many digits that it takes minutes."""
+"""The most dimensions of a tensor. Without this bound, the product of a very long shape would take minutes to compute.
+"""
 Counts = Annotated[list[Count], _MOST_DIMENSIONS]
 """One number for each dimension of a tensor."""
 Shape = Annotated[list[int], _MOST_DIMENSIONS]
-"""Shape of a tensor as other frameworks send it. Its numbers are checked where they are used."""
+"""Shape of a tensor as other frameworks send the shape. The code that uses the numbers checks them."""
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,7 +30,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     id: str
-    """Unique over owners and time: the receiver caches the opened region under it."""
+    """Name of the region, unique over owners and time. The receiver caches the opened region under this name."""
     kind: Literal["shm", "cuda", "shm_name"]
     """Kind of the memory, which decides which of the other fields are used."""
     nbytes: Count
@@ -57,9 +58,9 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A box of a full tensor, where it lies in one owner's memory.
+    """A box of a full tensor, and the place of its elements in one owner's memory.
 
-    The box starts at `offset` in the full tensor and has `shape`; its elements are a strided view into
+    The box starts at `offset` in the full tensor and has `shape`. Its elements are a strided view into
     `allocations[allocation]` of the description.
     """
 
@@ -78,13 +79,13 @@ class DescribedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """One named tensor, whole or in shards that several processes own.
 
     Distinct boxes are disjoint and together cover the tensor. Equal boxes are copies (replicas of a data-parallel
-    trainer), in the order of the trainer's ranks: each reader takes the one nearest to it.
+    trainer), in the order of the trainer's ranks. Each reader reads the nearest copy.
     """
 
     name: str
     """Name of the parameter, as in the Hugging Face checkpoint."""
     dtype: str
-    """torch's name without the prefix, e.g. "bfloat16"; one for all shards."""
+    """torch's name of the dtype without the prefix, e.g. "bfloat16". All shards have this dtype."""
     shape: Counts
     """Shape of the full tensor."""
     shards: list[Shard]
@@ -108,9 +109,9 @@ class PickledHandles(msgspec.Struct, kw_only=True):
 
 
 class WeightsDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes where a set of tensors can be read. It is registered once and pushed many times.
+    """Describes the memory in which a set of tensors can be read. It is registered once and pushed many times.
 
-    `id` names exactly this memory: if anything moved, the description has another id.
+    `id` names exactly this memory: if a tensor moves, its set gets a new description with a new id.
     """
 
     id: str

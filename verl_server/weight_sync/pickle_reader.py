@@ -17,9 +17,9 @@ from typing import Any
 from verl_server.errors import BadRequestError
 
 MAX_OPCODES = 4_000_000
-"""About 60,000 tensors; more would only keep the reader busy."""
+"""The most opcodes of a pickle: enough for about 60,000 tensors."""
 _MAX_FIELDS = 64
-"""Bound for the entries of a record's state, which is copied each time that the pickle names it."""
+"""The most entries of a record's state. The state is copied each time that the pickle refers to the state."""
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _LITERALS = {
@@ -31,7 +31,10 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(frozen=True)
 class Function:
-    """A global that a pickle may call: `build` gets the arguments and raises ValueError if they make no sense."""
+    """A global that a pickle may call.
+
+    `build` takes the arguments, and raises ValueError if the arguments are wrong.
+    """
 
     build: Callable[..., Any]
 
@@ -52,11 +55,14 @@ class Record:
 
 
 Globals = Mapping[tuple[str, str], Any]
-"""(module, name) as the pickle has them -> what they stand for."""
+"""(module, name) in the pickle -> value that replaces the global."""
 
 
 def read_pickle(data: bytes, known: Globals) -> Any:
-    """Return the value that `data` (protocol 2 to 5) describes. Raise BadRequestError: what was refused, and where."""
+    """Return the value that `data` (protocol 2 to 5) describes.
+
+    Raise BadRequestError, which names the refused global or opcode and its position.
+    """
     if data[:1] != b"\x80" or not 2 <= (data[1] if len(data) > 1 else 0) <= 5:
         raise BadRequestError("The payload is not a pickle of protocol 2 to 5.")
     return _Machine(data, known).run()
@@ -175,7 +181,10 @@ class _Machine:
         return self._known[key]
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
-        """Bytes as protocol 2 writes them. A memoized text could be encoded again and again: the total is bounded."""
+        """Encode a text as bytes, which protocol 2 writes as a call.
+
+        The total is bounded, because one memoized text may be encoded many times.
+        """
         if not isinstance(text, str) or encoding != "latin1":
             raise ValueError("_codecs.encode is for bytes written as latin1 text")
         self._encoded += len(text)
@@ -202,5 +211,5 @@ class _Machine:
 
 
 def shown(text: str) -> str:
-    """Return a string from the wire as an error message may carry it: short, printable, encodable."""
+    """Return a string from the wire in a form that is safe in an error message: short, printable and encodable."""
     return ascii(text[:100])[1:-1]

@@ -1,10 +1,10 @@
-"""Shared memory on CPU: regions that a trainer process owns and schedulers map.
+"""Shared memory on the CPU: regions that a trainer process owns, and that schedulers map.
 
-`exports` moves tensor storages into an `Arena` (one memfd for all storages that are exported together, so a model
-costs two file descriptors, not two for each tensor); `open_memory` maps it read-only through /proc/PID/fd/FD.
-A memfd is sealed against shrinking, for reading a truncated mapping is SIGBUS, and its pages are reserved
-before they are written, for running out of memory in a mapping is SIGBUS too. It has no name in /dev/shm, so
-nothing is left behind when its processes die.
+`exports` moves tensor storages into an `Arena`. An arena is one memfd for all storages that are exported together, so a
+model takes two file descriptors, and not two for each tensor. `open_memory` maps the memfd read-only through
+/proc/PID/fd/FD. A memfd is sealed against shrinking, because a read of a truncated mapping is SIGBUS. The pages of a
+memfd are reserved before they are written, because a mapping that runs out of memory is SIGBUS, too. A memfd has no
+name in /dev/shm, so no file is left when its processes die.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 def out_of_memory(error: OSError, nbytes: int) -> WeightUpdateError:
-    """Return the error for a failed reservation, with the bytes wanted and the remedy."""
+    """Return the error for a failed reservation. The message has the requested bytes and the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "")
     return WeightUpdateError(
         f"Could not place {nbytes:,} bytes of weights into shared memory ({error.strerror}). {remedy} "
@@ -49,14 +49,15 @@ class Reserved(NamedTuple):
     """Bytes from the start of the arena."""
     storage: torch.UntypedStorage
     memory_is_alive: Callable[[], object | None]
-    """Returns None once this memory was freed, whichever storage owned it last."""
+    """Weak reference to the memory: returns None after the memory was freed, whichever storage owned the memory last.
+    """
 
 
 class Arena:
-    """One memfd of a fixed size from which regions are cut in order.
+    """One memfd of a fixed size, from which regions are allocated in order.
 
-    Each region is a storage that keeps the mapping alive; the memory goes back to the system, and the file
-    descriptor is closed, when the last of them is freed. Nobody needs to hold the arena itself.
+    Each region is a storage that keeps the mapping alive. When the last region is freed, the memory returns to the
+    system and the file descriptor closes. The arena object itself need not be kept.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -77,7 +78,7 @@ class Arena:
         weakref.finalize(self._map, os.close, self.fd).atexit = False
 
     def reserve(self, nbytes: int) -> Reserved:
-        """Return the next `nbytes`, page-aligned, backed by memory that is really there."""
+        """Return the next `nbytes` bytes, page-aligned. Their memory is reserved."""
         offset = self._end
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
@@ -103,9 +104,9 @@ def page_aligned(nbytes: int) -> int:
 
 
 def _return_pages(owner: int, mapping: weakref.ref[mmap.mmap], offset: int, nbytes: int) -> None:
-    """Give the pages of a freed region back while other regions of the arena live on.
+    """Return the pages of a freed region to the system, while other regions of the arena exist.
 
-    Never in a forked child: it inherits this finalizer, but the pages are the parent's weights.
+    A forked child inherits this finalizer, but must not run it: the pages are the parent's weights.
     """
     alive = mapping()
     if alive is not None and os.getpid() == owner:

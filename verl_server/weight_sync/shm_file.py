@@ -1,11 +1,10 @@
 """CPU tensors in torch's `file_system` strategy: files in /dev/shm that SGLang's older payloads name.
 
-The receiver opens such a file for handles that `sglang/payloads` parsed. It copies instead of mapping: another process
-may cut the file off at any time, which is SIGBUS for whoever has it mapped, but only a short read here.
-
-torch lays the file out as a reference count (int32, padded to 64 bytes) and the storage. The owner holds one
-reference and takes another each time it pickles the storage; whoever opens the pickle gives that one back, and
-the last one removes the file.
+The receiver opens such a file for handles that `sglang/payloads` parsed. The receiver copies the file and does not map
+it: another process may cut the file off at any time. A read of a mapping would then be SIGBUS, while a copy is only a
+short read. The file has a reference count (int32, padded to 64 bytes), and then the storage. The owner holds one
+reference, and adds one reference for each pickle of the storage. The reader of a pickle releases that reference. The
+last release removes the file.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from verl_server.errors import WeightUpdateError
 from verl_server.weight_sync.handles import Allocation
 
 _NAME = re.compile(r"torch_\d{1,20}_\d{1,20}_\d{1,20}")
-"""Names of torch's files. Other shared memory of this user is refused."""
+"""Pattern of the names of torch's files. Other shared memory of this user is refused."""
 _LOCK_SECONDS = 5.0
 _COUNT = struct.Struct("=i")
 
 
 def open_shm_file(allocation: Allocation) -> tuple[int, str]:
-    """(descriptor, path) of the file, whose reference is given back: what is open is still whole.
+    """Open the file, release its reference, and return (descriptor, path). The open file stays complete.
 
-    The caller closes the descriptor. Raise WeightUpdateError if the file is not what was described.
+    The caller closes the descriptor. Raise WeightUpdateError if the file does not match its description.
     """
     with _opened(allocation) as (fd, path):
         _count_down(fd)
@@ -39,14 +38,14 @@ def open_shm_file(allocation: Allocation) -> tuple[int, str]:
 
 
 def give_back_reference(allocation: Allocation) -> None:
-    """Change the reference count as reading does, without reading."""
+    """Release the reference without reading the file."""
     with _opened(allocation) as (fd, _):
         _count_down(fd)
 
 
 @contextlib.contextmanager
 def _opened(allocation: Allocation) -> Iterator[tuple[int, str]]:
-    """(descriptor, path) of a file that is one of torch's, this user's, and large enough."""
+    """Return (descriptor, path) of a file of torch that belongs to this user and is large enough."""
     if _NAME.fullmatch(allocation.name) is None:
         raise WeightUpdateError(f"'{allocation.name[:100]}' is not a shared-memory file of torch's.")
     path = f"/dev/shm/{allocation.name}"
@@ -71,7 +70,10 @@ def _opened(allocation: Allocation) -> Iterator[tuple[int, str]]:
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, path: str) -> None:
-    """Fill `buffer` from `offset` of a file; WeightUpdateError if the file ends before, OSError as it comes."""
+    """Fill `buffer` from `offset` of a file on. Raise WeightUpdateError if the file ends too early.
+
+    OSErrors pass through.
+    """
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
@@ -81,7 +83,10 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: str) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Lock the file. Raise WeightUpdateError if a process keeps the lock, which other ranks hold for microseconds."""
+    """Lock the file. Raise WeightUpdateError if another process keeps the lock for `_LOCK_SECONDS`.
+
+    The other ranks of an update hold the lock for microseconds.
+    """
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -96,9 +101,10 @@ def _lock(fd: int) -> None:
 
 
 def _count_down(fd: int) -> None:
-    """Count down, but never the owner's own reference: one payload may have been sent to several ranks.
+    """Decrement the reference count, but never release the owner's own reference: several ranks may have one payload.
 
-    The ranks exclude each other by a lock; the owner counts without one, but waits for the reply meanwhile.
+    The ranks exclude each other by a lock. The owner changes the count without a lock, but not while it waits for the
+    reply.
     """
     _lock(fd)
     try:

@@ -1,4 +1,6 @@
-"""`agree`: runs one function on every tensor-parallel rank. If it failed on any rank, all ranks raise the same error.
+"""`agree`: runs one function on every tensor-parallel rank.
+
+If the function fails on any rank, all ranks raise the same error.
 
 Used by `WeightUpdater`, whose methods run on all ranks at the same point of the command order, and by `Stager`, whose
 threads stage the same requests in the same order.
@@ -24,7 +26,7 @@ class _Vote(msgspec.Struct, array_like=True):
     error: str = ""
     status: int = 200
     seconds: float = 0.0
-    """Duration of the rank's step."""
+    """Duration of the rank's step in seconds."""
     alike: int = 0
     """A number that must be the same on all ranks."""
 
@@ -40,8 +42,8 @@ def agree(
     """Run `step` on this rank and return its result if no rank failed, and if `alike(result)` is equal on all ranks.
 
     If a rank failed, raise the same error on all ranks: a `VerlServerError` with the status of the refusal, or with 500
-    for a fault. If the numbers differ, raise WeightUpdateError with the text `unlike`. Raise RuntimeError if a rank is
-    dead. The durations of all ranks' steps are appended to `seconds`.
+    for a fault. If the results of `alike` differ, raise WeightUpdateError with the text `unlike`. Raise RuntimeError if
+    a rank is dead. The durations of all ranks' steps are appended to `seconds`.
     """
     mine, result = _Vote(), None
     start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""`CaptureBudget`: counts the seconds that captures of CUDA graphs took, and says when they are too many.
+"""`CaptureBudget`: counts the seconds that captures of CUDA graphs took, and compares them with a limit.
 
-Owned by `StepGraphs`, which then captures only the sizes to which others may be padded. Ranks measure different times,
-but must capture the same graphs. So they exchange the times with the vote on each capture, and all of them count the
-longest one.
+`StepGraphs` owns it. Beyond the limit, `StepGraphs` captures only sizes to which other sizes may be padded. Ranks
+measure different times, but must capture the same graphs. So the ranks exchange their times with the vote on each
+capture, and every rank counts the longest time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from verl_server.ipc.tp_group import TpGroup
 logger = logging.getLogger(__name__)
 
 MOST_SECONDS = 30.0
-"""Bound on the captures of all graphs. With 1,024 requests 145 graphs of some 40 ms take 6 s on one H200. Where they
-take five times as long, captures hold up more steps and requests than smaller paddings save."""
+"""The most seconds for all captures. With 1,024 requests, 145 graphs of some 40 ms take 6 s on one H200.
+
+If captures take five times as long, they delay steps for longer than smaller paddings save.
+"""
 _OUTCOME = struct.Struct("<?dqq")
 """Layout of an `Outcome`, a rank's message after a capture."""
 
@@ -66,9 +68,10 @@ class CaptureBudget:
         return all(outcome.ok for outcome in self.latest)
 
     def warn(self, captured: int, omitted: Mapping[str, int]) -> None:
-        """Log once which steps are padded more. `captured`: number of graphs so far.
+        """Log once which steps get more padding. `captured` is the number of graphs so far.
 
-        `omitted`: kind of step -> number of its sizes that will not be captured. Logs nothing if it is empty.
+        `omitted` maps a kind of step to the number of its sizes that will not be captured. If `omitted` is empty,
+        nothing is logged.
         """
         if not omitted or self._has_warned:
             return

@@ -30,7 +30,7 @@ MOST_ROWS = 512
 
 
 class CpuChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names of kernels. Entry i of a list is for 2^(i-1) + 1 to 2^i rows or tokens; the last is also for more."""
+    """Names of kernels. Entry i of a list is for 2^(i-1) + 1 to 2^i rows or tokens. The last entry is also for more."""
 
     products: dict[str, list[Literal["cpp", "torch", "onednn"]]]
     """Kernels for 1, 2, 4, 8, ... rows, by weight shape "OUTxIN"."""
@@ -73,10 +73,10 @@ def make_choice(products: Mapping[Shape, Sequence[str]], prompts: str, decodes: 
 def choose_on_cpu(
     file: Path | None, cache_folder: Path | None, made_of: str, shapes: list[Shape], measure: Callable[[], CpuChoice]
 ) -> CpuChoice:
-    """Return the choice in `file`, or, if None, in a file of the cache whose name is derived from `made_of`.
+    """Return the choice in `file` or, if `file` is None, in a file of the cache whose name is derived from `made_of`.
 
-    If the file does not exist, call `measure` and write it. Raise `BadRequestError` if `file` cannot be read or does
-    not fit the model. A broken file in the cache is replaced by a new measurement.
+    If the file in the cache does not exist or is broken, call `measure` and write the result. Raise `BadRequestError`
+    if `file` cannot be read or does not fit the model.
     """
     if file is not None:
         return _from_file(file, shapes, measure)

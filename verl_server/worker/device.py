@@ -69,7 +69,7 @@ class DeviceMemory:
         return self.free()
 
     def reserved(self) -> int:
-        """Return the bytes that torch's allocator of this process holds, used or not. Arenas do not count."""
+        """Return the bytes that torch's allocator of this process has reserved, used or unused. Arenas do not count."""
         return int(torch.cuda.memory_reserved(self.device))
 
 

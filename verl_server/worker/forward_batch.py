@@ -12,8 +12,8 @@ import msgspec
 class ForwardBatch(msgspec.Struct, tag=True, kw_only=True):
     """One step over a mixed batch: entry i extends request `rows[i]` from cached_lens[i] by extend_lens[i] tokens.
 
-    A decode (one new token), a chunk of a prefill and the rest of a prompt after a prefix-cache hit are all this one
-    operation.
+    This one operation serves a decode (one new token), a chunk of a prefill, and the rest of a prompt after a
+    prefix-cache hit.
     """
 
     rows: list[int]
@@ -30,7 +30,10 @@ class ForwardBatch(msgspec.Struct, tag=True, kw_only=True):
     sample: list[int]
     """Indices of the entries whose last position is sampled (all but unfinished prefill chunks)."""
     prompt_logprobs: list[tuple[int, int, int, list[int] | None]] = []
-    """(entry, first, top_num, requested ids): requests the log-probabilities of the prompt tokens that follow the new
-    tokens from offset `first` on. See `ForwardOutput.prompt_logprobs`."""
+    """Requests for log-probabilities of prompt tokens: (entry, first, top_num, requested ids).
+
+    They are reported for the prompt tokens that follow the entry's new tokens, from offset `first` on. See
+    `ForwardOutput.prompt_logprobs`.
+    """
     prompt_next_ids: list[int] = []
     """Prompt token that follows the entry's last new token, or -1. Parallel to `prompt_logprobs`."""

@@ -1,4 +1,4 @@
-"""The sizes of steps that are captured as CUDA graphs, and to which of them a smaller step may be padded.
+"""The sizes of steps that are captured as CUDA graphs, and the rule to which sizes a smaller step may be padded.
 
 `StepGraphs` reads them. Sizes are numbers of entries for steps that only decode, and of tokens for all others.
 """
@@ -11,10 +11,11 @@ from verl_server.worker.step_memory import MOST_GRAPH_TOKENS
 
 
 def decode_sizes(max_bs: int) -> list[int]:
-    """Return the captured numbers of entries. They are sparse where padding is cheap: 17 rows take as long as 32.
+    """Return the numbers of entries whose steps are captured.
 
-    Products compute tiles of 64 or 128 rows. So above 64 entries, padding by less than a tile adds at most one tile.
-    Above 128 entries it adds at most an eighth of the entries.
+    The numbers are sparse where padding is cheap: 17 rows take as long as 32 rows. Products compute tiles of 64 or 128
+    rows. So above 64 entries, padding by less than a tile adds at most one tile. Above 128 entries, padding adds at
+    most an eighth of the entries.
     """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
     return [size for size in [*sizes, *range(1152, max_bs, 128)] if size < max_bs] + [max_bs]
@@ -26,16 +27,17 @@ def mixed_sizes() -> list[int]:
 
 
 def may_pad(tokens: int, size: int) -> bool:
-    """Return True if a step of `tokens` tokens may use a graph of `size` rather than capture one in the step.
+    """Return True if a step of `tokens` tokens may use a graph of `size`, so that the step captures no graph of its
+    own.
 
-    A quarter more tokens take a quarter longer at most, and less where attention takes most of the time. With few rows
-    a step takes the time in which the weights are read.
+    A quarter more tokens take at most a quarter more time, and less if attention takes most of the time. With few rows,
+    a step takes the time that reading the weights takes.
     """
     return size - tokens <= max(tokens // 4, 16)
 
 
 def covering(sizes: list[int]) -> set[int]:
-    """Return the fewest of the ascending `sizes` to which steps of every number of tokens may be padded."""
+    """Return the smallest subset of the ascending `sizes` to which steps with any number of tokens may be padded."""
     covering = [sizes[-1]]
     for below, size in reversed(list(itertools.pairwise([0, *sizes[:-1]]))):
         if not may_pad(below + 1, covering[-1]):

@@ -1,7 +1,7 @@
-"""`GraphUse`: counts the steps that a CUDA graph computed, and those that should have had one.
+"""`GraphUse`: counts the steps that a CUDA graph computed, and the steps that should have had a graph.
 
-Owned by `StepGraphs`. Steps without a graph take several times as long with a small model, so the log names the number,
-the reason and a remedy: at the first such step, and whenever there are ten times as many.
+`StepGraphs` owns it. With a small model, a step without a graph takes several times as long. So the log has the number
+of such steps, the reason and a remedy: at the first such step, and whenever the number has grown tenfold.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ logger = logging.getLogger(__name__)
 
 class GraphUse:
     def __init__(self, rank: int, reason: Callable[[], str]) -> None:
-        """`reason` returns sentences that say why a step has no graph, with a remedy. Rank 0 logs them."""
+        """`reason` returns the reason why a step has no graph, and a remedy, as sentences.
+
+        Rank 0 logs these sentences.
+        """
         self._rank, self._reason = rank, reason
         self.num_with = self.num_without = 0
         self._next_warning = 1
 
     def count(self, tokens: int, *, decodes: bool, has_graph: bool) -> None:
-        """Count a step of a size that is captured."""
+        """Count a step whose size is one of the captured sizes."""
         if has_graph:
             self.num_with += 1
             return

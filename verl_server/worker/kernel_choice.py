@@ -42,8 +42,11 @@ from verl_server.worker.cpu_measurement import measure_choice, product_shapes
 logger = logging.getLogger(__name__)
 
 _PDL_CAPABILITY = 90
-"""Compute capability with programmatic dependent launch: Hopper, where it was measured. Blackwell has it too, but other
-projects saw captures of CUDA graphs with such launches fail on consumer GPUs (capability 120)."""
+"""Compute capability of GPUs on which programmatic dependent launch is used: Hopper, where it was measured.
+
+Blackwell has such launches, too, but other projects saw CUDA graph captures with them fail on consumer GPUs (capability
+120).
+"""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,14 @@ class KernelChoice:
     fused: bool = False
     """True if this package's kernels compute elementwise operators, products of few rows and the draw."""
     cpu: CpuKernels | None = None
-    """The compiled kernels, None on CUDA and if they are not used."""
+    """The compiled kernels. None on CUDA, and if the compiled kernels are not used."""
     cpu_linear: Linear = linear
     """Function for products on the CPU, if `fused`."""
     cpu_attends: Callable[[int], bool] | None = None
-    """Return True if "cpp" computes attention in a step with so many decoded tokens. None: in every step."""
+    """A function that returns True if "cpp" computes attention in a step with this number of decoded tokens.
+
+    None means that "cpp" computes attention in every step.
+    """
     pdl: bool = False
     """True if kernels begin while the kernel before them ends (`kernels.dependent`)."""
 
@@ -126,9 +132,9 @@ def _for_cpu(server_args: ServerArgs, dtype: torch.dtype, config: ModelConfig, t
 
 
 def _compiled(settings: dict[str, str]) -> CpuKernels | None:
-    """Return the compiled kernels, or None with a warning if they cannot be compiled.
+    """Return the compiled kernels. If they cannot be compiled, log a warning and return None.
 
-    Raise `BadRequestError` instead of the warning if one of the settings names them.
+    Raise `BadRequestError` instead if a setting requires the compiled kernels.
     """
     try:
         return CpuKernels()

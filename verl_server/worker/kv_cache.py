@@ -83,7 +83,10 @@ class KVCache:
         )
 
     def trimmed_table(self, rows: Ints, lens: Ints) -> Ints:
-        """Return the page table of `rows` for `lens` tokens each. Columns beyond a length hold the padding page."""
+        """Return the page table of `rows` for `lens` tokens each.
+
+        Columns beyond a row's length have the padding page.
+        """
         pages = -(-lens // self.page_size)
         columns = np.arange(int(pages.max()))
         return np.where(columns < pages[:, None], self.page_table[rows, : len(columns)], self.num_pages)

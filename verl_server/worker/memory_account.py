@@ -1,16 +1,15 @@
-"""`MemoryAccount`: decides what each part of an engine may take of one rank's GPU, and answers who has room.
+"""`MemoryAccount`: decides how many bytes of one rank's GPU each part of an engine may take.
 
 The `ModelRunner` opens it before weights and KV pool are allocated. All sizes are computed from the model and the
-settings, or measured once, so no part gets "what is free now". The KV pool gets the static share without the weights
-(`mem_fraction_static`), or less if the other parts need more than the rest. The parts that can use more than their
-least (`Needs`) share what is left. `StepGraphs` asks before each capture, the scheduler reads the budget of special
-sampling, and `WeightGroups` that of received tensors.
+settings, or measured once. So no size depends on the memory that happens to be free. The KV pool gets the static share
+(`mem_fraction_static`) minus the weights, or less if the other parts need more than the rest. Parts that can use more
+than their minimum (`Needs`) share the remaining bytes. `StepGraphs` reads its budget before each capture, the scheduler
+reads the budget of special sampling, and `WeightGroups` reads the budget of received tensors.
 
-The communicators of `init_weights_update_group` are not part of it: they do not exist at the start, and NCCL does not
-say how much memory they take. They look like memory of another process.
-
-Other processes, such as a trainer on the same GPU, are not part of the account. They may allocate after the start, so
-the free memory is measured again before the KV pool is allocated, before each capture, and when memory is resumed.
+The account does not include the communicators of `init_weights_update_group`: they do not exist at the start, and NCCL
+does not report how much memory they take. They are counted like memory of another process. Other processes, such as a
+trainer on the same GPU, are not part of the account. They may allocate after the start. So the free memory is measured
+again before the KV pool is allocated, before each capture, and when memory is resumed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 SLACK = 2**29
-"""Bytes for what is neither computed nor measured: kernels that are loaded later, workspaces of libraries, and the
-allocator's rounding."""
+"""Bytes for memory that is neither computed nor measured.
+
+This is memory of kernels that are loaded later, of libraries' workspaces, and of the allocator's rounding.
+"""
 LEAST_SPECIAL = 2**29
-"""Least bytes that several ranks reserve for sampling that takes more than a plain draw."""
+"""Fewest bytes that each of several ranks reserves for sampling that takes more than a plain draw."""
 LEAST_RECEIVED = 2**28
-"""Least bytes for tensors that a process group sends, if `weight_receive_bytes` is not smaller."""
+"""Fewest bytes for tensors that a process group sends, unless `weight_receive_bytes` is smaller."""
 
 
 class Memory(Protocol):
@@ -53,10 +54,10 @@ class Needs:
     graphs: int
     """All CUDA graphs, which share their memory."""
     special_least: int
-    """Sampling that takes more than a plain draw: least, and most that all requests together can use."""
+    """Sampling that takes more than a plain draw: (minimum, the most that all requests together can use)."""
     special_most: int
     received_most: int
-    """Tensors of a process group that are not written yet, at most."""
+    """The most bytes of tensors that a process group sent and that are not written yet."""
 
     @property
     def received_least(self) -> int:
@@ -69,7 +70,7 @@ class MemoryBudget:
 
     bytes: int
     explanation: str
-    """Sentences that say how `bytes` was computed."""
+    """Sentences that explain how `bytes` was computed."""
     remedy: str
     """Sentence that says how to raise `bytes`."""
 
@@ -78,9 +79,10 @@ class MemoryAccount:
     """The parts of one rank's GPU in bytes. `close` completes it."""
 
     def __init__(self, memory: Memory, needs: Needs, fraction: float, *, free: int, collectives: int) -> None:
-        """`free`: free bytes at the start of the rank. `collectives`: bytes that its communicators took since then.
+        """`free` is the number of free bytes at the start of the rank.
 
-        `fraction`: share of `free` for weights and KV pool together (`mem_fraction_static`).
+        `collectives` is the number of bytes that its communicators have taken since then. `fraction` is the share of
+        `free` for weights and KV pool together (`mem_fraction_static`).
         """
         self._memory, self._needs, self._fraction = memory, needs, fraction
         self.free_at_start, self.collectives = free, collectives
@@ -127,9 +129,10 @@ class MemoryAccount:
         self.received = min(needs.received_most, needs.received_least + max(left, 0))
 
     def room_for_graphs(self, wanted: int) -> int:
-        """Return the bytes that a capture may take now: what is free beyond the parts that steps and updates need.
+        """Return the bytes that a capture may take now: the free bytes minus the parts that steps and updates need.
 
-        The allocator's unused memory is freed only if less than `wanted` would be left, because steps need it again.
+        The allocator's unused memory is freed only if the result would be below `wanted`, because steps need this
+        memory again.
         """
         kept = self._needs.step + self.special + self._needs.received_least
         room = self._memory.free() - kept
@@ -147,7 +150,7 @@ class MemoryAccount:
         return max(self._needs.special_least, min(self.special, left))
 
     def shortage(self) -> int:
-        """Return the bytes that a step may lack now, 0 if the largest one has its memory."""
+        """Return the bytes that the largest step lacks now, 0 if there is enough memory."""
         return max(0, self._needs.step + self._needs.special_least - self._memory.reclaim())
 
     def taken_by_others(self, held: int | None = None) -> int:
@@ -183,8 +186,11 @@ class MemoryAccount:
         )
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of each part, those that other processes took while this engine started, those that nothing
-        has ("unassigned"), and their sum ("free_at_start")."""
+        """Return the bytes of each part, and their sum ("free_at_start").
+
+        The result also has the bytes that other processes took while this engine started, and the bytes that no part
+        has ("unassigned").
+        """
         needs = self._needs
         parts = {
             "collectives": self.collectives,
@@ -207,7 +213,7 @@ class MemoryAccount:
         return "\n".join(["Memory of this GPU:", *rows])
 
     def _least_beside(self) -> int:
-        """Return the bytes that must be left beside collectives, weights and KV pool."""
+        """Return the bytes that all parts except collectives, weights and KV pool need."""
         needs = self._needs
         return needs.tables + needs.step + needs.graphs + needs.special_least + needs.received_least + SLACK
 

@@ -1,7 +1,7 @@
 """`MemoryArena`: memory that can be released and resumed under tensors whose addresses never change.
 
 `ModelRunner` has one for the weights and `KVCache` one for the pool. Views, plans of weight updates and CUDA graphs
-that were made before a release stay valid after the resume.
+from before a release are still valid after the resume.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ class HostRegion:
         self.is_mapped = True
 
     def map(self) -> None:
-        """Mark the region as mapped. The system provides zeroed pages when they are first written.
+        """Mark the region as mapped. The system provides zeroed pages at their first write.
 
-        To touch all pages here would take longer than to let the threads of a copy do it.
+        The threads of a later copy write the pages in less time than this method would need.
         """
         self.is_mapped = True
 
     def unmap(self) -> None:
-        """Free all pages. An access before `map` is harmless: it reads zeros and takes a page."""
+        """Free all pages. An access before `map` does no harm: it reads zeros, and allocates a page."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self.is_mapped = False
 
@@ -132,7 +132,7 @@ class HostRegion:
 
 
 class MetaRegion:
-    """Offsets without memory, for a model on the device "meta" (`compile_jobs`)."""
+    """A region without memory, for a model on the device "meta" (`compile_jobs`)."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

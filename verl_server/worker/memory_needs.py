@@ -1,4 +1,4 @@
-"""`memory_needs`: computes what the parts of one rank need of its GPU, before any of them is allocated."""
+"""`memory_needs`: computes the bytes that each part of one rank needs on its GPU, before any part is allocated."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def memory_needs(
     *,
     paged: bool,
 ) -> Needs:
-    """Return the bytes for one of `tp_size` ranks. `paged`: Triton computes attention, and CUDA graphs can be captured.
+    """Return the bytes for one of `tp_size` ranks. The parameters of `model` may be without memory.
 
-    The parameters of `model` need no memory yet.
+    `paged` is True if Triton computes attention, so that CUDA graphs can be captured.
     """
     rotary = sum(table.nbytes for table in model.rotary.tables)
     rows = args.max_running_requests

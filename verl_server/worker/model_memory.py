@@ -1,6 +1,6 @@
-"""`ModelMemory`: the memory of one rank's weights, KV pool and CUDA graphs, which a trainer can have freed for a time.
+"""`ModelMemory`: the memory of one rank's weights, KV pool and CUDA graphs, which a trainer can release and resume.
 
-The `ModelRunner` makes it when everything is allocated. Weights and KV pool are in a `MemoryArena` each, so no tensor
+The `ModelRunner` creates it when everything is allocated. Weights and KV pool are in a `MemoryArena` each, so no tensor
 ever moves.
 """
 
@@ -32,7 +32,7 @@ def weight_bytes(model: Decoder) -> int:
 
 
 def allocate_weights(model: Decoder, device: torch.device) -> MemoryArena:
-    """Put all parameters into an arena, zeroed."""
+    """Move all parameters into an arena. Their values are zeros."""
     arena = MemoryArena(weight_bytes(model), device)
     _clear(arena)
     offset = 0
@@ -63,7 +63,7 @@ def close_account(account: MemoryAccount, kv_bytes: int, tp: TpGroup, wanted: in
 
 
 class ModelMemory:
-    """Implements `ReleasableMemory`, and says how much memory each part has."""
+    """Implements `ReleasableMemory`, and reports how much memory each part has."""
 
     def __init__(
         self,
@@ -76,9 +76,10 @@ class ModelMemory:
         keeps_weights: bool,
         is_alone: bool,
     ) -> None:
-        """`keeps_weights`: a release keeps the weights' contents in host memory unless it says otherwise.
+        """`keeps_weights` is True if a release keeps the weights' contents in host memory by default.
 
-        `is_alone`: there is no other rank, so a step that runs out of memory can be retried in smaller steps.
+        `is_alone` is True if there is no other rank, so that a step that runs out of memory can be retried in smaller
+        steps.
         """
         self._weights, self._kv, self._graphs, self._sampler, self._account = weights, kv, graphs, sampler, account
         self._device, self._keeps_weights = kv.device, keeps_weights
@@ -91,7 +92,7 @@ class ModelMemory:
         return self._weights.is_present and self._kv.is_present
 
     def check_release(self, tags: list[str]) -> None:
-        """All memory can be released, in any order."""
+        """Accept all tags: all memory can be released, in any order."""
 
     def release_kv_cache(self) -> None:
         """Free the KV pool's memory. The contents are lost."""
@@ -154,9 +155,9 @@ class ModelMemory:
         """Return bytes held for weights and KV pool, KV capacity in tokens, and the figures of `StepGraphs`.
 
         On CUDA the result also has the bytes of each part of this rank's `MemoryAccount` ("account"), the free and
-        total bytes of the device, the number of Triton kernels that this process compiled itself, because the cache
-        lacked them, and the number of allocations for which the allocator had to free the memory that it had kept.
-        Steps are slow while that number grows.
+        total bytes of the device, the number of Triton kernels that this process compiled because the cache lacked
+        them, and the number of allocations for which the allocator had to free its unused memory. Steps are slow while
+        the last number grows.
         """
         figures: dict[str, Any] = {
             "weight_bytes": self._weights.bytes_held,
@@ -175,7 +176,7 @@ class ModelMemory:
         return figures
 
     def _release_scratch(self) -> None:
-        """Free the memory of activations, which the allocators keep for the next step, and of the last batch."""
+        """Free the memory that allocators keep for the next step's activations, and that of the last batch."""
         synchronize(self._device)
         self._sampler.forget()
         if self._device.type == "cuda":

@@ -77,7 +77,7 @@ class ModelRunner:
     ) -> None:
         """`start` records the times at which the phases device, weights and kv_cache ended.
 
-        `memory` is by default that of `device`, and None if `device` is not a GPU.
+        `memory` is by default the memory of `device`, and None if `device` is no GPU.
         """
         start = start or StartTimes()
         self.tp, self.device = tp, device
@@ -116,14 +116,15 @@ class ModelRunner:
         )
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
         self.weight_receive_bytes = server_args.weight_receive_bytes
-        """Most bytes of tensors from a process group that are not written yet, the same on all ranks."""
+        """The most bytes of tensors that a process group sent and that are not written yet. Equal on all ranks."""
         if account is not None:
             self.weight_receive_bytes = close_account(account, self.kv.bytes_held, tp, self.weight_receive_bytes)
         start.mark("kv_cache")
         self.sampler = Sampler(self.vocab_size, device, choice.sampling)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
-        """[rows + 1] token that the latest step sampled for each row. The next step reads it on the device."""
+        """int64 [rows + 1]: the token that the latest step sampled for each row. The next step reads it on the device.
+        """
         num_heads = self.config.num_heads // tp.size
         self._attention = StepAttention(choice, num_heads, self.model.rotary, self.kv, server_args)
         self._kernels_left = device.type == "cuda"
@@ -222,7 +223,7 @@ class ModelRunner:
         return self.model.logits(hidden if last is None else hidden.index_select(0, last))
 
     def _known(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Return `ids` with the latest tokens of `rows`, which decode, where an id is negative."""
+        """Return `ids`, with each negative id replaced by the latest sampled token of its row. `rows` decode."""
         head, tail = ids[: len(rows)], ids[len(rows) :]
         head = torch.where(head < 0, self._last_tokens[rows], head)
         return torch.cat([head, tail]) if len(tail) else head
@@ -288,12 +289,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
-        """Load the kernels of weight updates and masks, or capture one more CUDA graph.
+        """Load the kernels of weight updates and masks, or capture one more CUDA graph, so that no later request waits.
 
-        No later request waits for it then.
-
-        Takes some ten milliseconds, or seconds for a kernel that this machine has not compiled before. All ranks vote,
-        because a release that failed on one rank may have released memory on others. Return False if a rank cannot.
+        One call takes some ten milliseconds, or seconds for a kernel that this machine has not compiled before. All
+        ranks vote, because a release that failed on one rank may have released memory on others. Return False if a rank
+        cannot warm up now.
         """
         if not self.tp.all_agree(self.can_warm_up):
             return False

@@ -37,9 +37,9 @@ class StepAttention:
         self._cpu_attends = choice.cpu_attends
 
     def plan(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
-        """Return (attention of the step, int64 token ids [tokens], rows), with both tensors on the device.
+        """Return (attention of the step, int64 token ids [tokens], page-table rows), with both tensors on the device.
 
-        `rows` starts with the page-table rows of the entries that decode.
+        The rows of the entries that decode come first.
         """
         if self.paged is not None:
             return self._plan_paged(self.paged, placement)

@@ -1,14 +1,15 @@
 """`StepGraphs`: steps captured as CUDA graphs, by kind and size. A step is padded up to the next captured size.
 
-Owned by the `ModelRunner`. A step is hundreds of small kernels. With a small model or a small batch the device waits
-for the host to launch them one by one; a replayed graph avoids that. Steps that only decode are captured by the number
-of entries, steps that also prefill by the number of tokens. Both kinds are also captured with keys that decodes share
-(cascade attention), which an additional kernel reads. All inputs of a step are in a buffer at a fixed address, which
-one copy fills before the replay. Sizes are captured while the engine is idle, or when a step needs them; each takes
-some ten milliseconds, so a busy engine first uses graphs of larger sizes. The total time of captures has a budget,
-beyond which only sizes are captured to which others may be padded. A size that does not fit the memory is left out
-until memory is resumed, or for some thousand steps; the others are captured. Several ranks capture the same sizes in
-the same order, and keep a graph only if all of them could capture it, because the collectives in the graph must meet.
+Owned by the `ModelRunner`. A step is hundreds of small kernels. With a small model or a small batch, the device waits
+while the host launches these kernels one by one. The replay of a graph launches all kernels at once. Steps that only
+decode are captured by the number of entries. Steps that also prefill are captured by the number of tokens. Both kinds
+are also captured with keys that decodes share (cascade attention), which an additional kernel reads. All inputs of a
+step are in a buffer at a fixed address, which one copy fills before the replay. Sizes are captured while the engine is
+idle, or when a step needs them. One capture takes some ten milliseconds, so a busy engine uses graphs of larger sizes
+first. The total time of captures has a budget. Beyond this budget, only sizes to which other sizes may be padded are
+captured. If the memory is too small for a size, this size is excluded until memory is resumed, or for some thousand
+steps. Several ranks capture the same sizes in the same order. They keep a graph only if every rank captured it, because
+each collective in the graph needs all ranks.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ _CAPTURE_INTERVAL = 64
 steps."""
 
 _RETRY_INTERVAL = 4096
-"""Steps after which sizes are tried again that did not fit the memory. Other processes may have freed theirs."""
+"""Number of steps after which excluded sizes are tried again. Other processes may have freed memory."""
 _ROOM = struct.Struct("<q")
-"""Layout of a rank's message before a capture: bytes that the capture may take."""
+"""Layout of a rank's message before a capture: the bytes that the capture may take."""
 _NO_BOUND = 2**62
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
-"""(ids [tokens], rows [decodes], last [sampled] or None for all tokens, step): logits [sampled, vocab_size]."""
+"""Computes logits [sampled, vocab_size] from (ids [tokens], rows [decodes], last [sampled] or None for all, step)."""
 
 
 class _Key(NamedTuple):
@@ -91,9 +92,9 @@ class StepGraphs:
         max_bs: int,
         account: MemoryAccount | None,
     ) -> None:
-        """`max_bs`: entries of the largest captured decode step, at most `kv.max_rows`.
+        """`max_bs` is the number of entries of the largest captured decode step, at most `kv.max_rows`.
 
-        `account` says how much memory a capture may take. None: any.
+        `account` limits the memory that a capture may take. If `account` is None, there is no limit.
         """
         self._memory, self._account = memory, account
         self._forward, self._kv, self._backend, self._tp = forward, kv, backend, tp
@@ -101,7 +102,7 @@ class StepGraphs:
         self._decode_sizes = decode_sizes(self._max_bs)
         self._mixed_sizes = mixed_sizes()
         self._first = {"decode": covering(self._decode_sizes), "mixed": covering(self._mixed_sizes)}
-        """Sizes of each kind to which steps of every size may be padded."""
+        """Smallest set of sizes of each kind to which steps of every size may be padded."""
         self._all = self._in_order()
         self._captured: dict[_Key, _Captured] = {}
         self._pool: Any = None
@@ -109,7 +110,7 @@ class StepGraphs:
         self._present = True
         self._steps_without_capture = 0
         self._excluded: set[_Key] = set()
-        """Keys that did not fit the memory when they were last tried. The same on all ranks."""
+        """Keys for which memory was too small at the last try. Equal on all ranks."""
         self._most_excluded = 0
         self._shortest = tp.rank
         """Rank that lacked memory for the latest capture that failed."""
@@ -164,11 +165,11 @@ class StepGraphs:
         return captured
 
     def _chosen(self, kind: str, sizes: list[int], tokens: int, *, shared: bool) -> _Key:
-        """Return the key of the graph for a step of `tokens` tokens: of the next size, or of a larger one.
+        """Return the key of the graph for a step of `tokens` tokens: the next size, or a larger size.
 
-        A burst of requests needs new sizes in many steps that follow each other. While a captured graph is not much
-        larger than the step, it is replayed with more padding, and at most one of `_CAPTURE_INTERVAL` steps captures
-        the next size. The choice depends on nothing that differs between ranks.
+        A burst of requests needs new sizes in many consecutive steps. If a captured graph is not much larger than the
+        step, the step replays this graph with more padding, and at most one of `_CAPTURE_INTERVAL` steps captures the
+        next size. All ranks make the same choice.
         """
         self._steps_without_capture += 1
         exact, *larger = (_Key(kind, size, shared) for size in sizes[bisect.bisect_left(sizes, tokens) :])
@@ -188,7 +189,7 @@ class StepGraphs:
         return key not in self._excluded and (not self._budget.is_spent or key.size in self._first[key.kind])
 
     def consider_again(self) -> None:
-        """Try sizes again that did not fit the memory. All ranks call it at the same point of the command order."""
+        """Try excluded sizes again. All ranks call this at the same point of the command order."""
         self._excluded.clear()
 
     def figures(self) -> dict[str, Any]:
@@ -232,12 +233,12 @@ class StepGraphs:
             self._graph_of(key, nothing, work, None if key.kind == "decode" else none)
 
     def run_each_once(self) -> None:
-        """Run every step that can be captured, without a capture, so that all kernels of these steps are launched."""
+        """Run every step that can be captured, but without a capture, so that all its kernels are compiled."""
         for key in self._all:
             self._run_once(key, PackedInts(self._capacities(key), self._kv.device))
 
     def release(self) -> None:
-        """Free the graphs and their memory after all work on them has finished. `run` uses none until `resume`."""
+        """Free the graphs and their memory after all work on them has finished. `run` uses no graph until `resume`."""
         self._captured.clear()
         self._pool, self._present = None, False
         self.consider_again()
@@ -250,9 +251,9 @@ class StepGraphs:
     def _graph_of(
         self, key: _Key, placement: Placement, work: DecodeWork, last: Ints | None = None
     ) -> _Captured | None:
-        """Return the graph of `key` with its inputs written. Capture it if needed.
+        """Return the graph of `key` with its inputs written. Capture the graph if necessary.
 
-        Return None if there is no graph, and neither memory nor time for one.
+        Return None if there is no graph, and no memory or no time to capture one.
         """
         arrays = self._arrays(key.size, placement, work, last)
         captured = self._captured.get(key)
@@ -321,7 +322,7 @@ class StepGraphs:
 
     @contextlib.contextmanager
     def _fatal_for_others(self, key: _Key) -> Iterator[None]:
-        """Raise RuntimeError instead of torch.OutOfMemoryError if there are several ranks, which then cannot vote."""
+        """Replace torch.OutOfMemoryError by RuntimeError if there are several ranks, which can no longer vote."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -342,9 +343,10 @@ class StepGraphs:
         return _Captured(inputs, graph, _borrowed(logits))
 
     def _has_room(self, key: _Key) -> bool:
-        """Return True if every rank has the memory for a capture of `key`. If not, exclude all keys without room.
+        """Return True if every rank has the memory for a capture of `key`.
 
-        The ranks exchange how much each of them has, so that all of them exclude the same keys.
+        If not, exclude all keys that need too much memory. The ranks exchange their free bytes, so that all of them
+        exclude the same keys.
         """
         wanted = self._room(key)
         mine = _NO_BOUND if self._account is None else self._account.room_for_graphs(wanted)
@@ -363,15 +365,18 @@ class StepGraphs:
         return False
 
     def _exclude(self, keys: set[_Key]) -> bool:
-        """Leave out `keys`. Return True if more sizes are left out than ever before, which the log says then."""
+        """Exclude `keys`. Return True if more sizes are excluded than ever before, so that the caller logs it."""
         self._excluded |= keys
         has_more = len(self._excluded) > self._most_excluded
         self._most_excluded = max(self._most_excluded, len(self._excluded))
         return has_more
 
     def _room(self, key: _Key) -> int:
-        """Return the bytes that are enough to capture the step of `key`. Smaller graphs of one kind reuse the memory of
-        larger ones. The workspaces of libraries count once. `StepMemory.graphs` is enough for all sizes."""
+        """Return an upper bound on the bytes that the capture of the step of `key` takes.
+
+        A graph reuses the memory of a larger graph of the same kind. The workspaces of libraries count once.
+        `StepMemory.graphs` bounds the sum over all sizes.
+        """
         workspaces = self._memory.graph(0, 0)
         held = max((self._bytes(k) for k in self._captured if k.kind == key.kind), default=workspaces)
         return workspaces + max(0, self._bytes(key) - held)
@@ -385,7 +390,7 @@ class StepGraphs:
         return "" if self._account is None else self._account.advice()
 
     def _why_without(self) -> str:
-        """Return sentences that say why steps run without a graph, and a remedy."""
+        """Return the reason why steps run without a graph, and a remedy, as sentences."""
         if not self._present:
             return "The CUDA graphs are released. Call resume_memory_occupation(['cuda_graph'])."
         short = self._shortest != self._tp.rank

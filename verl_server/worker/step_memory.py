@@ -19,8 +19,10 @@ from verl_server.sampling.spec import SampleSpec
 logger = logging.getLogger(__name__)
 
 MOST_GRAPH_TOKENS = 4096
-"""Tokens of the largest step that is captured as a CUDA graph: beyond it, even a small model computes longer than its
-kernels take to launch."""
+"""Tokens of the largest step that is captured as a CUDA graph.
+
+A larger step computes for longer than its kernels take to launch, even with a small model.
+"""
 _MOST_GRAPH_DECODES = 1024
 """Entries of the largest captured decode step if `cuda_graph_max_bs` is not set. They take 39 graphs, and as many again
 with shared keys. A larger step is bound by arithmetic and attention, so it gains little from a graph."""
@@ -34,7 +36,7 @@ _DRAW = 16
 
 
 class _Bytes(NamedTuple):
-    """Bytes for each token of the vocabulary and each row that needs more than a plain draw, by what the row needs."""
+    """Bytes for each token of the vocabulary and each row that needs more than a plain draw, by the need of the row."""
 
     edited: int
     """Rows that are edited or reported."""
@@ -43,9 +45,9 @@ class _Bytes(NamedTuple):
     mask: int
     """`allowed_token_ids`: the mask, old and new while a batch changes, and a copy of the logits."""
     mode: int
-    """Log-probabilities that are not the default ones."""
+    """Rows with other log-probabilities than the default."""
     policy: int
-    """Log-probabilities of the policy beside the reported ones, and whether masks left a choice."""
+    """Rows that report log-probabilities of the policy in addition, and if masks left a choice."""
     top: int
     """Rows that request more than `few` most likely tokens."""
     few: int
@@ -111,7 +113,7 @@ class StepMemory:
         return tokens * self.token_bytes + rows * (self.logit_bytes + _DRAW * self.vocab_size) + _PROMPT_BYTES
 
     def graph(self, tokens: int, rows: int) -> int:
-        """Return the bytes that are enough to capture a step with `tokens` new tokens and logits of `rows` rows."""
+        """Return a bound on the bytes of the capture of a step with `tokens` new tokens and `rows` rows of logits."""
         return _WORKSPACES + tokens * self.token_bytes + rows * self.logit_bytes
 
     def graphs(self, max_bs: int, rows: int) -> int:

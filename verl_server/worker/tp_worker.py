@@ -92,15 +92,17 @@ class Runner(Protocol):
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None, make_masks: MakeMasks | None = None) -> Step:
         """Launch a step. `specs` has one entry for each of `batch.sample` on rank 0, and is None on other ranks.
 
-        With `make_masks`, sampling is launched after `make_masks` returned.
+        With `make_masks`, sampling is launched after `make_masks` has returned.
         """
 
     def step_bytes(self, spec: SampleSpec) -> int:
         """Return the bytes of device memory that sampling takes for a request beyond a plain draw."""
 
     def warm_up(self) -> bool:
-        """Do one part of the work for which later steps would wait, in some ten milliseconds. Return False if a rank
-        cannot do it now."""
+        """Do a part of the work for which later steps would wait. A call takes some ten milliseconds.
+
+        Return False if a rank cannot do this work now.
+        """
         ...
 
 
@@ -221,8 +223,8 @@ class TpWorker:
     def is_recoverable(self, error: Exception) -> bool:
         """Return True if the next step can run after `error` in a step.
 
-        It cannot with several ranks, which may wait for each other inside a collective. On CUDA it can only after a
-        failed allocation, because any other error leaves the context unusable.
+        With several ranks, no next step can run, because ranks may wait for each other inside a collective. On CUDA the
+        next step can run only after a failed allocation, because any other error makes the context unusable.
         """
         if self.tp.size > 1:
             return False

@@ -1,7 +1,7 @@
-"""`Admission`: the accepted requests of a `Backend`, as `ControlQueue` knows a `BatchPlanner`.
+"""`Admission`: the accepted requests of a `Backend`. `ControlQueue` uses it through the interface of a `BatchPlanner`.
 
-A request waits here until it may start, and runs in the engine from then on. So a pause holds new requests on this side
-of the engine, and each request is computed with pages of the weights that were served when it started.
+A request waits here until it may start, and then runs in the engine. So a pause keeps new requests out of the engine,
+and each request is computed with pages of the weights that were served when it started.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Accepted:
 
 
 class Admission:
-    """Owned by `Backend`. The `Planner` of a `ControlQueue`."""
+    """The waiting and running requests. `Backend` owns it, and it is the `Planner` of a `ControlQueue`."""
 
     def __init__(self, driver: EngineDriver, random_seed: int | None, timeout: float) -> None:
-        """`timeout`: most seconds of a retraction."""
+        """A retraction may take `timeout` seconds."""
         self._driver, self._timeout = driver, timeout
         self._seeds = random.Random(random_seed)
         """Source of seeds for requests without a `sampling_seed`."""
@@ -37,7 +37,7 @@ class Admission:
         self._restarting: set[str] = set()
         """Running requests without a new token since their KV was dropped."""
         self._epoch = 0
-        """Increases whenever no request that starts may use the pages that were computed before."""
+        """Counter in the prefix cache's key. It increases when new requests may no longer use earlier pages."""
         self.num_retractions = 0
 
     def __contains__(self, rid: str) -> bool:
@@ -47,7 +47,7 @@ class Admission:
         return len(self.waiting) + len(self.running)
 
     def all(self) -> dict[str, Accepted]:
-        """Return the accepted requests by rid, those that run first."""
+        """Return the accepted requests by rid, running requests first."""
         return self.running | self.waiting
 
     def add(self, req: TokenizedGenerateReq) -> None:
@@ -62,7 +62,7 @@ class Admission:
         self.waiting = {}
 
     def remove(self, rids: list[str]) -> list[Accepted]:
-        """Drop requests, and stop those that run. Return them."""
+        """Remove requests, and abort the requests that the engine runs. Return the removed requests."""
         self._driver.abort([rid for rid in rids if rid in self.running])
         dropped = []
         for rid in rids:
@@ -73,7 +73,7 @@ class Admission:
         return dropped
 
     def note(self, new: NewTokens) -> Accepted | None:
-        """Count new tokens, and drop a request after its last token. Return the request, None if it had ended."""
+        """Count the new tokens of a request, and remove it after its last token. Return it, or None if it has ended."""
         accepted = self.running.get(new.rid)
         if accepted is None:
             return None
@@ -94,7 +94,7 @@ class Admission:
         return bool(self._restarting)
 
     def retract_all(self) -> None:
-        """Drop the KV of all running requests. They continue by themselves, as soon as the engine does."""
+        """Drop the KV of all running requests. They continue as soon as the engine continues."""
         if not self.running:
             return
         self._driver.retract(self._timeout)
@@ -104,10 +104,10 @@ class Admission:
             accepted.num_retractions += 1
 
     def start_version(self) -> None:
-        """Start requests without a token again, under a new key of the prefix cache.
+        """Restart running requests that have no token yet, under a new key of the prefix cache.
 
-        They may not have begun, and would then read pages of the old weights; or their prompt is half computed, and the
-        log-probabilities of a prompt and the first token must have the same version.
+        The engine may not have begun such a request, which would then read pages of the old weights. Or its prompt is
+        half computed: the log-probabilities of a prompt and its first token must have the same version.
         """
         self._epoch += 1
         again = [accepted for accepted in self.running.values() if accepted.num_output == 0]

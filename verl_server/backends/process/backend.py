@@ -1,11 +1,10 @@
-"""`Backend`: stands in the `Scheduler`'s place if another project's engine computes the tokens.
+"""`Backend`: replaces the `Scheduler` if another project's engine computes the tokens.
 
 `run_backend` passes decoded messages to `handle` and calls `advance` for each turn. `Backend` owns the accepted
 requests (`Admission`) and the weights' state (`EngineWorkers`), labels the tokens of each step with the weight version,
-and sends one `BatchTokenIDOut` for each step. Every accepted request gets exactly one terminal entry. Pauses,
-transactions and weight updates are the embedded engine's `ControlQueue`: docs/scheduler-states.md has the rules.
-
-Between `settle` and the end of a turn, or of a pause, the engine is held: it takes no step.
+and sends one `BatchTokenIDOut` for each step. Every accepted request gets exactly one terminal entry. The
+`ControlQueue` of the embedded engine handles pauses, transactions and weight updates: docs/scheduler-states.md has the
+rules. From `settle` until the end of the turn, or of the pause, the engine is held: it runs no step.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Backend:
         self.control = ControlQueue(self, server_args.control_timeout, server_args.weight_update_lease)
         self._stats = SchedulerStats(clock)
         self._is_held = False
-        """True while the engine takes no step."""
+        """True while the engine is held, so that it runs no step."""
 
     @property
     def requests(self) -> Mapping[str, Accepted]:
@@ -66,7 +65,7 @@ class Backend:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def handle(self, message: SchedulerInput) -> None:
-        """Carry out one message, or queue it."""
+        """Process one message, or queue it."""
         match message:
             case TokenizedGenerateReq():
                 self._receive_request(message)
@@ -100,7 +99,7 @@ class Backend:
             self._is_held = False
 
     def wait_seconds(self) -> float | None:
-        """Return the seconds that the loop may sleep if nothing arrives; None without a bound."""
+        """Return the seconds that the loop may sleep if nothing arrives, None if there is no bound."""
         if self.control.is_ready() and (self.control.holds_generation or not self.planner.running):
             return 0.0  # no step will arrive that would end the wait
         waits = [self.control.wait_seconds(), self.worker.wait_seconds()]
@@ -112,7 +111,7 @@ class Backend:
         return len(self.planner) > 0 and not self.control.holds_generation
 
     def settle(self) -> None:
-        """Hold the engine, and send what it has computed."""
+        """Hold the engine, and send the results of its completed steps."""
         if not self._is_held:
             self._driver.hold(self._args.control_timeout)
             self._is_held = True

@@ -1,6 +1,6 @@
 """The commands that `EngineWorkers` sends to `WorkerCommands` in each worker of an engine, and the replies.
 
-They travel as bytes through the engine's own remote calls, so the engine needs no serialization of ours.
+Commands and replies are bytes in the engine's own remote calls, so the engine needs no serialization of this project.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WeightsState(msgspec.Struct, array_like=True):
 class WorkerReply(msgspec.Struct, array_like=True):
     state: WeightsState
     reply: ControlReply | None = None
-    """The reply of a command that has one."""
+    """The reply of a command. None for commands without a reply."""
     refusal: Refusal | None = None
     """The error of a `CheckCommand`."""
     finished: list[tuple[int, Refusal | None]] = []

@@ -1,9 +1,10 @@
-"""`EngineDriver`: what `Backend` needs from an engine of another project. One implementation for each engine.
+"""`EngineDriver`: the interface of another project's engine for `Backend`. Each engine has one implementation.
 
-A driver starts the engine, and translates. It decides nothing: which requests are admitted, what a pause, an update or
-an abort means, and which version a token has, is decided by `Backend`. Every method is called on `Backend`'s thread.
-None waits, except where its docstring says so, and then for at most `timeout` seconds. The engine's outputs arrive on a
-thread of the driver, which calls the `ring` that its constructor received; `take` returns them.
+A driver starts the engine, and translates requests and results. It decides nothing. `Backend` decides which requests
+are admitted, the effect of a pause, an update or an abort, and the version of each token. Every method is called on
+`Backend`'s thread. No method waits, unless its docstring says that it waits. Then it waits for at most `timeout`
+seconds. The engine's outputs arrive on a thread of the driver, which calls the `ring` that its constructor received;
+`take` returns them.
 
 The protocol uses this project's names only, so that `Backend` is the same for every engine.
 """
@@ -67,21 +68,21 @@ class EngineDriver(Protocol):
     info: EngineInfo
 
     def refusal(self, req: TokenizedGenerateReq) -> BadRequestError | None:
-        """Return the error that refuses `req`, None if the engine can carry it out."""
+        """Return the error that refuses `req`, or None if the engine can compute it."""
 
     def submit(self, req: TokenizedGenerateReq, seed: int, cache_key: str) -> None:
         """Start a request. Only requests with the same `cache_key` may share pages of the KV cache."""
 
     def abort(self, rids: list[str]) -> None:
-        """Stop requests. `take` returns nothing more of them. Unknown ids are ignored."""
+        """Stop requests. `take` returns no more tokens of these requests. Unknown ids are ignored."""
 
     def take(self) -> list[Step]:
         """Return the steps since the last call, in order. Raise ServerDiedError if the engine has died."""
 
     def hold(self, timeout: float) -> None:
-        """Stop before the next step, and wait for the running step. Afterwards `take` returns all that was computed.
+        """Stop the engine before its next step, and wait for the running step.
 
-        Requests stay, with their KV cache.
+        Afterwards `take` returns all results. Requests stay in the engine, with their KV cache.
         """
 
     def resume(self) -> None:
@@ -91,9 +92,9 @@ class EngineDriver(Protocol):
         """Drop the KV cache of every request, and empty the prefix cache. Only during `hold`."""
 
     def call(self, method: str, argument: bytes, timeout: float) -> list[bytes]:
-        """Run a method of this project's worker extension on every worker, between two steps. Wait for the results.
+        """Run a method of this project's worker extension on every worker, between two steps.
 
-        The results are in the order of the ranks.
+        Wait for the results, and return them in the order of the ranks.
         """
 
     def close(self) -> None:

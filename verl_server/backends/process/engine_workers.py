@@ -1,7 +1,7 @@
-"""`EngineWorkers`: the workers of another project's engine, as `ControlQueue` knows a `TpWorker`.
+"""`EngineWorkers`: the workers of another project's engine, with the interface of a `TpWorker` for `ControlQueue`.
 
-`Backend` owns it. Each call is one remote call of the engine, which runs between two steps on all ranks. Rank 0's
-answer counts: all ranks vote inside the call.
+`Backend` owns it. Each call is one remote call of the engine, which runs between two steps on all ranks. Only rank 0's
+answer is used, because all ranks vote inside the call.
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ from verl_server.messages.weight_requests import StagedReq, UpdateWeightsFromTen
 from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, StageCommand
 
 WEIGHT_COMMAND = "verl_command"
-"""Method of the engine's workers that takes and returns bytes: `WorkerCommands.handle`."""
+"""Name of the method of the engine's workers that takes and returns bytes: `WorkerCommands.handle`."""
 _POLL_SECONDS, _MOST_POLL_SECONDS, _POLL_SHARE = 0.02, 2.0, 0.125
 """Bounds on the interval between two polls, and the interval as a share of the time that the update has taken so far.
 
 After each poll the engine's workers spin for a while (vLLM's for a second), on cores that the update may need. On Linux
-6.18, a process that joins a trainer's group did not start within a minute beside workers that were polled every 20 ms.
+6.18, with workers that were polled every 20 ms, a process that joins a trainer's group did not start within a minute.
 """
 
 
 class EngineWorkers:
-    """Also the `weights` and the `stager` of the `Worker` protocol: both are answered from the last reply."""
+    """The workers.
+
+    It is also the `weights` and the `stager` of the `Worker` protocol, with values of the last reply.
+    """
 
     def __init__(self, driver: EngineDriver, timeout: float, clock: Callable[[], float]) -> None:
-        """`timeout`: most seconds of a call, which runs no longer than a step and a copy of the weights.
+        """A call may take `timeout` seconds. It takes no longer than a step and a copy of the weights.
 
         `clock` returns seconds.
         """
         self._driver, self._timeout, self._clock = driver, timeout, clock
         self._staging: set[int] = set()
-        """Requests that the workers stage now."""
+        """Ids of the requests that the workers stage now."""
         self._staged_at = self._poll_at = clock()
-        """When the newest of them began, and when the workers are asked next whether one has ended."""
+        """Time when the newest staging began, and time of the next poll of the workers."""
         self._finished: deque[tuple[int, VerlServerError | None]] = deque()
         self._state: WeightsState = self._call(PollCommand()).state
 
@@ -108,7 +111,7 @@ class EngineWorkers:
         return outcomes
 
     def wait_seconds(self) -> float | None:
-        """Return the seconds until `finished` should be asked again; None if nothing is staged."""
+        """Return the seconds until the next call of `finished`, None if nothing is being staged."""
         return max(_POLL_SECONDS, self._poll_at - self._clock()) if self._staging else None
 
     # -- commands ------------------------------------------------------------------------------------------------

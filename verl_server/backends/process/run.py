@@ -22,7 +22,10 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 StartDriver = Callable[[ServerArgs, Callable[[], None]], EngineDriver]
-"""Starts an engine. The second argument wakes the loop: the driver calls it when `take` has something new."""
+"""A function that starts an engine.
+
+Its second argument wakes the loop: the driver calls it when `take` has new steps.
+"""
 
 
 def run_backend(start_driver: StartDriver, argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
@@ -60,7 +63,7 @@ def run_backend(start_driver: StartDriver, argument: dict[str, Any], ready: Call
 
 
 def _scheduler_info(backend: Backend, driver: EngineDriver) -> dict[str, Any]:
-    """Return the limits and properties that the parent process reads; those of `scheduler.rank.scheduler_info`."""
+    """Return the limits and properties that the parent process reads, as `scheduler.rank.scheduler_info` does."""
     info = driver.info
     return {
         "engine_version": info.name,

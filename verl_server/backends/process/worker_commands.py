@@ -1,8 +1,8 @@
 """`WorkerCommands`: carries out weight commands in a worker process of another project's engine.
 
-It is the counterpart of `worker.TpWorker` there: the same `WeightUpdater`, `WeightSources` and `Stager` on every
-tensor-parallel rank. The engine runs `handle` on all ranks between two of its steps. A request is staged on a thread of
-its own while the engine generates.
+It is the counterpart of `worker.TpWorker`: each tensor-parallel rank has the same `WeightUpdater`, `WeightSources` and
+`Stager`. The engine runs `handle` on all ranks between two of its steps. A request is staged on a thread of its own
+while the engine generates.
 """
 
 from __future__ import annotations

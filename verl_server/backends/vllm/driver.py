@@ -1,8 +1,8 @@
 """`VllmDriver`: an `EngineDriver` that runs vLLM's `AsyncLLM` token in, token out.
 
 `AsyncLLM` belongs to an event loop, which runs in a thread of this driver. A message of vLLM's engine process has the
-outputs of one step. This driver reads the messages itself (`_receive`), in the place of a task of `AsyncLLM`, and
-makes a `Step` of each. vLLM's processes are children of this process.
+outputs of one step. This driver reads the messages itself (`_receive`), instead of a task of `AsyncLLM`, and converts
+each message into a `Step`. vLLM's processes are children of this process.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class VllmDriver:
         settings = engine_settings(server_args, on_gpu=current_platform.is_cuda())
         self._steps = _Steps(ring)
         self._inner: dict[str, str] = {}
-        """Our request id -> vLLM's, which has a random suffix. Used on the loop only."""
+        """This project's request id -> vLLM's request id, which has a random suffix. Used on the loop only."""
         self._running: dict[str, RunningRequest] = {}
         """Running requests by vLLM's id. Used on the loop only."""
         self._order = asyncio.Lock()
-        """Its waiters take it in order, so that a request is added before it is aborted."""
+        """A lock that is acquired in the order of the waiters, so that a request is added before it is aborted."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
         self._engine: Any = None
@@ -101,7 +101,7 @@ class VllmDriver:
         return engine
 
     async def _receive(self, core: Any) -> None:
-        """Make a step of each message of the engine process, until the process dies or the driver is closed."""
+        """Convert each message of the engine process into a `Step`, until the process dies or the driver is closed."""
         try:
             while True:
                 outputs = await core.get_output_async()
@@ -112,7 +112,7 @@ class VllmDriver:
             self._steps.fail(error)
 
     def _new_tokens(self, output: Any) -> NewTokens | None:
-        """Return what one request got in a step, None if the request was aborted."""
+        """Return the new tokens of one request in a step, or None if the request was aborted."""
         running = self._running.get(output.request_id)
         if running is None:
             return None
@@ -170,7 +170,7 @@ class VllmDriver:
 
 
 class _Steps:
-    """Hands steps from the loop to the backend's thread."""
+    """A queue of steps from the event loop to the backend's thread."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
@@ -182,7 +182,7 @@ class _Steps:
         self._ring()
 
     def fail(self, error: Exception) -> None:
-        """Make `take` raise."""
+        """Make `take` raise ServerDiedError."""
         self._error = self._error or error
         self._ring()
 
@@ -197,7 +197,7 @@ class _Steps:
 
 
 def _refused(req: TokenizedGenerateReq, error: Exception) -> FinishReason:
-    """Return the end of a request that did not reach vLLM's engine process."""
+    """Return the terminal entry of a request that did not reach vLLM's engine process."""
     if isinstance(error, ValueError):  # how vLLM's checks refuse a request
         return FinishReason(type="abort", message=f"vLLM refused it: {error}", status_code=400)
     logger.exception("Request %s could not be passed to vLLM.", req.rid, exc_info=error)

@@ -1,8 +1,8 @@
 """`LayerwiseLoader`: installs pushed tensors in vLLM's model through vLLM's own layerwise reload.
 
-The reload loads a module as soon as all of its tensors have come, processes it as at the start (fusing, sharding,
-repacking), and copies the result into the live storage, which CUDA graphs know. `ServedModel` owns the loader. It
-serves the modules that a `LoadPlan` cannot write by copies.
+The reload loads a module as soon as all of its tensors have arrived, processes it as at the start (fusing, sharding,
+repacking), and copies the result into the live storage, whose addresses CUDA graphs use. `ServedModel` owns the loader.
+The loader is used for the modules that a `LoadPlan` cannot write by copies.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class LayerwiseLoader:
     """The `WholeTensorLoader` that loads modules through vLLM's layerwise reload."""
 
     def __init__(self, live: LiveModel, groups: Mapping[str, str]) -> None:
-        """Take `groups`: tensor -> name of the modules of vLLM that are loaded together with it."""
+        """`groups` maps a tensor to the name of the group of vLLM's modules that are loaded together with it."""
         self._live, self._group_of = live, groups
         self.names = frozenset(groups)
         self.unproved = ""
-        """The reason why no update may be installed at all; empty if there is none."""
+        """The reason why no update may be installed at all, empty if updates may be installed."""
         self._members: dict[str, set[str]] = {}
         for name, group in groups.items():
             self._members.setdefault(group, set()).add(name)
         self._rebuilt = {group: list(_packing_methods(live, group)) for group in self._members}
-        """Methods whose kernel must be made anew at each reload, by group."""
+        """Methods whose kernel must be created again at each reload, by group."""
         self._held: dict[str, dict[str, Tensor]] = {}
-        """Copies of the tensors of modules that lack others, by group and name."""
+        """Copies of the tensors of modules that are still incomplete, by group and name."""
 
     @property
     def refusal(self) -> str:
@@ -82,7 +82,7 @@ class LayerwiseLoader:
 
 
 def _packing_methods(live: LiveModel, group: str) -> Iterator[Any]:
-    """Yield the methods in `group` that pack weights when they make their kernel, and not at a reload.
+    """Yield the methods in `group` that pack weights when they create their kernel, and not at a reload.
 
     In vLLM 0.32, the methods of experts on a CPU are such methods. A captured CUDA graph would keep the old kernel.
     """

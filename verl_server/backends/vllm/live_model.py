@@ -1,7 +1,7 @@
 """`LiveModel`: the tensors of vLLM's model on one worker, by name, and a trace of vLLM's loader.
 
-`load_plan` and `load_proof` read them. Nothing of vLLM is patched: its layerwise reload puts the parameters in the
-format of the checkpoint on the meta device, and puts the live tensors back afterwards.
+`load_plan` and `load_proof` read them. Nothing in vLLM is patched: vLLM's layerwise reload replaces the parameters by
+tensors in the checkpoint's format on the meta device, and restores the live tensors afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl_server.weight_sync.receiver.load_trace.record import LoadTrace, record
 
 class LiveModel:
     def __init__(self, model_runner: Any) -> None:
-        """`model_runner`: vLLM's, with a loaded model."""
+        """`model_runner` is vLLM's model runner, with a loaded model."""
         self.runner = model_runner
         self.device: torch.device = model_runner.device
         self._pinned: list[tuple[str, Any, str, int]] = []
@@ -30,9 +30,9 @@ class LiveModel:
         return self.runner.get_model()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers by name, and tensors that modules hold as plain attributes.
+        """Return by name all parameters, all buffers, and tensors that modules have as plain attributes.
 
-        A tensor that is shared, such as the head of a tied embedding, has its first name only.
+        A shared tensor, such as the head of a tied embedding, is listed under its first name only.
         """
         found: dict[int, tuple[str, Tensor]] = {}
         for path, module in self.model.named_modules():
@@ -43,9 +43,9 @@ class LiveModel:
         return dict(found.values())
 
     def kernels(self) -> dict[str, dict[str, object]]:
-        """Return module -> the functions and kernels that it holds, by attribute.
+        """Return {module: its functions and kernels by attribute}.
 
-        A kernel that a reload replaces may hold weights in a layout of its own, which no tensor of the module shows.
+        A kernel that a reload replaces may have weights in a layout of its own, which no tensor of the module shows.
         """
         found = {}
         for path, module in self.model.named_modules():
@@ -62,7 +62,7 @@ class LiveModel:
         return dict(zip(live, tensor_checksums(tensor.contiguous() for tensor in live.values()), strict=True))
 
     def pin(self, names: Iterable[str]) -> None:
-        """Note the addresses of these tensors, for `moved`."""
+        """Record the addresses of these tensors for `moved`."""
         modules = dict(self.model.named_modules())
         for name in names:
             path, _, attribute = name.rpartition(".")
@@ -77,10 +77,10 @@ class LiveModel:
         return None
 
     def trace(self, slots: Mapping[str, WeightSlot]) -> tuple[LoadTrace, dict[str, Tensor]]:
-        """Record what vLLM's loader does with all tensors of the checkpoint.
+        """Record the operations of vLLM's loader on all tensors of the checkpoint.
 
-        Return the trace, and the parameters in the format in which they are loaded, on the meta device. Raise what
-        the loader raises, after the live tensors are back.
+        Return (trace, parameters in the format in which they are loaded, on the meta device). If the loader raises an
+        error, restore the live tensors and raise the error.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

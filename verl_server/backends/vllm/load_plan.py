@@ -1,8 +1,8 @@
-"""`LoadPlan`: decides for each module of vLLM's model how pushed tensors get in, by copies or by vLLM's reload.
+"""`LoadPlan`: decides for each module of vLLM's model if updates write it by copies or by vLLM's reload.
 
-A module takes copies if vLLM's loader only copies into its parameters, and if they are live in the format in which
-they are loaded. Otherwise, and if `load_proof` finds a difference, the module goes through the reload at each update.
-`ServedModel` turns the plan into pieces of the `WeightMap`.
+Copies are used if vLLM's loader only copies into the module's parameters, and if the live parameters have the format in
+which they are loaded. Otherwise, and if `load_proof` finds a difference, each update reloads the module. `ServedModel`
+converts the plan into pieces of the `WeightMap`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ logger = logging.getLogger(__name__)
 
 class LoadPlan:
     def __init__(self, trace: LoadTrace, loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
-        """Plan from `trace`. `loaded`: parameters as the loader fills them. `live`: the tensors that kernels read."""
+        """Plan from `trace`.
+
+        `loaded` are the parameters that the loader fills, `live` the tensors that kernels read.
+        """
         self._trace, self._live = trace, live
         self.reloaded: dict[str, str] = {}
-        """Module that goes through the reload -> the reason."""
+        """Module that each update reloads -> the reason."""
         self._modules = {source: {_module(name) for name in names} for source, names in trace.feeds.items()}
         for source in trace.read:  # it reaches a parameter as a number, which no trace shows
             self._modules.setdefault(source, {_module(source)})
@@ -38,9 +41,9 @@ class LoadPlan:
                 self.reload(module, f"its loader reads the values of {source} ({operation})")
 
     def reload(self, module: str, reason: str) -> None:
-        """Send a module through the reload, and with it every module that shares a tensor of the checkpoint.
+        """Reload a module at each update, and every module that shares a tensor of the checkpoint with it.
 
-        A module without weights is left out.
+        A module without weights is ignored.
         """
         if not any(module in modules for modules in self._modules.values()):
             return
@@ -53,15 +56,15 @@ class LoadPlan:
             pending |= {other for modules in self._modules.values() if module in modules for other in modules}
 
     def reload_below(self, path: str, reason: str) -> None:
-        """Send the modules at and below `path` through the reload."""
+        """Reload the modules at and below `path` at each update."""
         for module in {module for modules in self._modules.values() for module in modules}:
             if module == path or module.startswith(f"{path}."):
                 self.reload(module, reason)
 
     def groups(self, names: Iterable[str]) -> dict[str, str]:
-        """Return tensor of the checkpoint -> the group of modules that is loaded with it, named by one of its modules.
+        """Return {tensor of the checkpoint: group of modules that is loaded with it, named by one of its modules}.
 
-        The result lacks a tensor that reaches no parameter of this rank and whose values the loader does not read.
+        A tensor is omitted if no parameter of this rank depends on it, and if the loader does not read its values.
         """
         leader: dict[str, str] = {}
 
@@ -77,11 +80,11 @@ class LoadPlan:
         return {name: find(min(self._modules[name])) for name in names if name in self._modules}
 
     def copied(self) -> dict[str, list[LoadedCopy]]:
-        """Return live parameter -> copies, of the modules that take copies."""
+        """Return {live parameter: its copies} for the modules that are written by copies."""
         return {name: copies for name, copies in self._trace.copies.items() if _module(name) not in self.reloaded}
 
     def pieces(self) -> dict[str, list[tuple[Tensor, Index]]]:
-        """Return tensor of the checkpoint -> its pieces, of the modules that take copies."""
+        """Return {tensor of the checkpoint: its pieces} for the modules that are written by copies."""
         found: dict[str, list[tuple[Tensor, Index]]] = {}
         for name, copies in self.copied().items():
             for copy in copies:
@@ -89,7 +92,7 @@ class LoadPlan:
         return found
 
     def log(self, slots: Mapping[str, WeightSlot]) -> None:
-        """Say which modules go through the reload, and why."""
+        """Log how many tensors updates copy, which modules each update reloads, and the reasons."""
         reasons: dict[str, list[str]] = {}
         for module, reason in self.reloaded.items():
             reasons.setdefault(reason, []).append(module)

@@ -1,8 +1,8 @@
-"""`prove`: shows before the server is ready that weight updates write what vLLM's own loader writes.
+"""`prove`: proves before the server is ready that weight updates write the same bytes as vLLM's own loader.
 
-Codes are loaded through vLLM instead of weights (`weight_sync.receiver.load_trace.codes`), and each parameter that the
-plan would copy is compared with them, byte for byte. A module that differs goes through vLLM's reload from then on.
-The caller installs the weights again afterwards.
+vLLM loads codes instead of weights (`weight_sync.receiver.load_trace.codes`). Each parameter that the plan would copy
+is compared with the codes, byte for byte. If a module differs, each update reloads it through vLLM. The caller must
+install the weights again afterwards.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 def prove(live: LiveModel, plan: LoadPlan, slots: Mapping[str, WeightSlot], load: Load) -> None:
-    """Load codes by `load`, vLLM's path, and take each module out of the plan's copies that they do not prove.
+    """Load codes through vLLM with `load`. For each module whose copies are not proved, plan a reload instead.
 
-    Leaves codes in the model.
+    After the call, the model has codes instead of weights.
     """
     copied = plan.copied()
     if not copied:

@@ -1,7 +1,7 @@
 """`RunningRequest`: a request that vLLM computes, and the translation of its outputs to `NewTokens`.
 
-`VllmDriver` calls it with each `EngineCoreOutput`, which is what vLLM's engine process sends for one request in one
-step. vLLM's own front (`OutputProcessor`) is left out: it builds objects per token that this server does not need.
+`VllmDriver` calls it with each `EngineCoreOutput`, the message of vLLM's engine process for one request in one step.
+vLLM's own `OutputProcessor` is not used: it builds objects for each token that this server does not need.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from verl_server.messages.packed import PromptLogprobs, TokenLogprobs, pack_arra
 class RunningRequest:
     req: TokenizedGenerateReq
     cached_tokens: int = 0
-    """Number of prompt tokens that vLLM read from its prefix cache; 0 until the first output."""
+    """Number of prompt tokens that vLLM read from its prefix cache. 0 before the first output."""
     has_output: bool = False
 
     def new_tokens(self, output: Any) -> NewTokens:
-        """Return what an `EngineCoreOutput` adds to the request."""
+        """Return the new tokens that an `EngineCoreOutput` adds to the request."""
         req = self.req
         if not self.has_output:  # after a retraction, vLLM counts its own tokens as cached
             self.has_output = True
@@ -41,7 +41,7 @@ class RunningRequest:
 
 
 def _add_logprobs(new: NewTokens, lists: Any, top: int) -> None:
-    """Read vLLM's `LogprobsLists`: one row for each token, which has the sampled token and then the most likely."""
+    """Read vLLM's `LogprobsLists`, with one row for each token: the sampled token, then the most likely tokens."""
     new.logprobs = lists.logprobs[:, 0].tolist()
     if top:
         new.top_logprobs = TokenLogprobs.rows(lists.logprobs[:, 1 : top + 1], lists.logprob_token_ids[:, 1 : top + 1])
@@ -66,7 +66,7 @@ def _prompt(req: TokenizedGenerateReq, tensors: Any) -> PromptLogprobs:
 
 
 def _finish_reason(name: str, ids: list[int], stop_reason: int | str | None) -> FinishReason:
-    """`name` is vLLM's. `matched` is the stop token, which vLLM leaves in the output, as this project does."""
+    """Return the finish reason for vLLM's `name`. `matched` is the stop token, which stays in the output."""
     match name:
         case "stop":
             return FinishReason(type="stop", matched=ids[-1] if ids else stop_reason)

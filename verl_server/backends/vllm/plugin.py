@@ -1,7 +1,7 @@
-"""The plugin that vLLM loads in each of its processes (`vllm.general_plugins`): they end with their parents.
+"""The plugin that vLLM loads in each of its processes (`vllm.general_plugins`). It ends a process with its parent.
 
-vLLM's engine process would go on without the process that started it, and keep the GPUs. It acts in engines that
-`VllmDriver` started, and in no others.
+Otherwise vLLM's engine process would continue without the process that started it, and keep the GPUs. The plugin acts
+only in engines that `VllmDriver` started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Translates requests to vLLM's `SamplingParams`. `outputs` translates what comes back."""
+"""Translates requests to vLLM's `SamplingParams`. `outputs` translates the results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.sampling_params import TOP_K_ALL
 
 _SEED_MASK = (1 << 63) - 1
-"""vLLM's seeds are signed integers of 64 bits that torch accepts: the sign is dropped."""
+"""Mask that clears the sign of a seed. vLLM's seeds are signed 64-bit integers, which torch must accept."""
 
 
 UNSUPPORTED: dict[str, Callable[[TokenizedGenerateReq], bool]] = {
@@ -23,11 +23,11 @@ UNSUPPORTED: dict[str, Callable[[TokenizedGenerateReq], bool]] = {
         req.sampling.logprobs_mode == "sampling" and req.sampling.temperature == 0
     ),
 }
-"""Settings that this driver does not translate -> whether a request has them."""
+"""Setting that this driver does not translate -> a function that returns True if a request has the setting."""
 
 
 def refusal(req: TokenizedGenerateReq) -> str | None:
-    """Return the first setting of `req` that is not supported, as an error; None if there is none."""
+    """Return an error for the first setting of `req` that is not supported, or None if all are supported."""
     named = [name for name, is_set in UNSUPPORTED.items() if is_set(req)]
     return f"engine='vllm' does not support {named[0]}." if named else None
 
@@ -44,7 +44,7 @@ def structured_outputs(grammar: str) -> dict[str, str] | None:
 
 
 def sampling_params(req: TokenizedGenerateReq, seed: int) -> Any:
-    """Return vLLM's `SamplingParams` for `req`. Stop strings are left out, because the front matches them."""
+    """Return vLLM's `SamplingParams` for `req`. Stop strings are omitted, because the front process matches them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 

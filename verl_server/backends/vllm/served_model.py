@@ -1,8 +1,8 @@
-"""`ServedModel`: vLLM's model on one worker, as weight updates know a model.
+"""`ServedModel`: vLLM's model on one worker, with the interface `UpdatedModel` for weight updates.
 
-Names and shapes are those of the checkpoint, which trainers push. vLLM fuses, shards and repacks parameters as its
-kernels need them. At the start its loader is traced and the trace is proved, so that most tensors are copied straight
-into the live storage at each update. The others go through vLLM's own layerwise reload.
+Names and shapes are those of the checkpoint, which trainers push. vLLM fuses, shards and repacks parameters for its
+kernels. At the start, vLLM's loader is traced, and the trace is proved. So each update copies most tensors directly
+into the live storage. vLLM's own layerwise reload loads the other tensors.
 """
 
 from __future__ import annotations
@@ -71,11 +71,8 @@ class ServedModel:
     def _proved_loader(self, slots: dict[str, WeightSlot], tp: TpGroup) -> LayerwiseLoader:
         """Set the pieces of slots that copies can write, and return the loader of the other slots.
 
-        All ranks load the same tensors with the loader.
-
-        Note the tensors that vLLM reads on no rank, such as layers for the prediction of several tokens.
-
-        Leaves codes instead of weights in the model.
+        All ranks load the same tensors with the loader. Record the tensors that vLLM reads on no rank, such as layers
+        for multi-token prediction. After the call, the model has codes instead of weights.
         """
         live = self._live
         try:
@@ -125,7 +122,7 @@ def _of_all_ranks(tp: TpGroup, names: list[str]) -> list[list[str]]:
 
 
 def _fused_modules(names: Iterable[str], packed: dict[str, list[str]]) -> dict[str, str]:
-    """Return for each parameter the module of vLLM that holds it, by the names alone.
+    """Return {parameter: module of vLLM that contains it}, derived from the names only.
 
     `packed` is the model's `packed_modules_mapping`: fused module -> modules of the checkpoint. The experts of a layer
     are one module.
@@ -143,7 +140,10 @@ def _fused_modules(names: Iterable[str], packed: dict[str, list[str]]) -> dict[s
 
 
 def _parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of a checkpoint, or of transformers' model of its configuration if there are no weights."""
+    """Return {name: shape} of a checkpoint.
+
+    If it has no weights, read the shapes from transformers' model of its config.
+    """
     if any(folder.glob("*.safetensors")):
         return checkpoint_shapes(folder)
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,6 +1,6 @@
-"""The settings that `VllmDriver` hands to vLLM: arguments of its engine, and environment variables.
+"""The settings that `VllmDriver` passes to vLLM: arguments of its engine, and environment variables.
 
-What verl-server's promises depend on is set here, and may not be set by `engine_args`.
+Settings on which verl-server's guarantees depend are set here, and `engine_args` may not set them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFUSED = {
     "scheduler_cls": "pauses and version borders rely on vLLM's own scheduler",
     "enable_eplb": "it moves experts, so that pushed weights would go to the wrong ones",
 }
-"""Argument of `AsyncEngineArgs` -> why nobody may set it."""
+"""Argument of `AsyncEngineArgs` that may not be set -> the reason."""
 
 
 def check_engine_args(engine_args: dict[str, Any], ours: set[str]) -> None:
@@ -65,7 +65,7 @@ def engine_settings(server_args: ServerArgs, on_gpu: bool = False) -> dict[str, 
 
 
 def _dtype_of(folder: Path) -> str:
-    """Return the dtype of a checkpoint, as the embedded engine understands "auto". vLLM would round float32."""
+    """Return the dtype of a checkpoint, as the embedded engine does for "auto". vLLM would round float32 weights."""
     config = json.loads((folder / "config.json").read_bytes())
     for part in (config, config.get("text_config") or {}):
         if name := part.get("dtype") or part.get("torch_dtype"):

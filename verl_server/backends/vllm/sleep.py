@@ -13,7 +13,7 @@ from verl_server.errors import BadRequestError
 
 class SleepingMemory:
     def __init__(self, worker: Any, keeps_contents: bool) -> None:
-        """`worker`: vLLM's, started with `enable_sleep_mode`. `keeps_contents`: the server's setting."""
+        """`worker` is vLLM's worker, started with `enable_sleep_mode`. `keeps_contents` is the server's setting."""
         self._worker, self._keeps = worker, keeps_contents
         self._kept = False
 
@@ -39,7 +39,7 @@ class SleepingMemory:
         self._worker.wake_up(["kv_cache"])
 
     def release_cuda_graphs(self) -> None:
-        """They stay: vLLM frees none of their memory."""
+        """Do nothing: the graphs stay, because vLLM frees no memory of them."""
 
     def resume_cuda_graphs(self) -> None:
-        """They stayed."""
+        """Do nothing: the graphs were not released."""

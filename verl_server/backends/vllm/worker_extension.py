@@ -21,11 +21,11 @@ from verl_server.server_args import ServerArgs
 
 class WorkerExtension:
     model_runner: Any
-    """vLLM's."""
+    """The model runner of vLLM's worker."""
     _verl_commands: WorkerCommands
 
     def verl_start(self, server_args: bytes) -> bytes:
-        """Begin to take weight commands. Called once, after the model is loaded."""
+        """Prepare for weight commands. Called once, after the model is loaded."""
         args = ServerArgs.from_json(server_args.decode())
         _configure_logging(args.log_level)
         tp = _tp_group(args)
@@ -43,7 +43,7 @@ class WorkerExtension:
 
 
 def _configure_logging(level: str) -> None:
-    """Log this package's messages in vLLM's process, and drop vLLM's warnings about what a reload leaves out."""
+    """Log this package's messages in vLLM's process. Drop vLLM's warnings about tensors that a reload omits."""
     own = logging.getLogger("verl_server")
     own.setLevel(level.upper())
     own.propagate = False

@@ -51,7 +51,7 @@ def vllm_handles(tensors: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def sglang_payload(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """Return one entry of SGLang's `serialized_named_tensors`. Its reader may open it once."""
+    """Return one entry of SGLang's `serialized_named_tensors`. A receiver may open the entry once only."""
     strategy = get_sharing_strategy()  # type: ignore[no-untyped-call]
     if strategy != "file_system" and any(not tensor.is_cuda for _, tensor in tensors):
         raise BadRequestError(

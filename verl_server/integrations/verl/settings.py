@@ -247,8 +247,8 @@ def server_settings(
     """Return the keywords of `ServerArgs` for the server of one replica. The actor adds the address.
 
     `gpu_uuids` has one UUID for each tensor-parallel rank, or is empty on the CPU. `trained` is False for a reward
-    model or a teacher; their servers use random seeds, because the trained model's replicas have the same ranks. Raise
-    BadRequestError for a setting in `engine_kwargs.verl_server` that the replica chooses.
+    model or a teacher. Such a server draws its seed at random, because a seed by rank would equal the seed of a replica
+    of the trained model. Raise BadRequestError for a setting in `engine_kwargs.verl_server` that the replica chooses.
     """
     check_supported(config, model_config)
     tp_size, seed = int(_get(config, "tensor_model_parallel_size")), _get(config, "seed")

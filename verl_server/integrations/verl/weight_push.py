@@ -42,7 +42,7 @@ class UpdatedEngine(Protocol):
 
     @property
     def engine(self) -> Transactions | None:
-        """The connection to the servers, on the rank that has it."""
+        """The connection to the servers, or None on a rank without a connection."""
 
     def update_weights_from_tensor(
         self, named_tensors: Iterable[Named], *, weight_version: str | None = ...

@@ -53,7 +53,7 @@ _SERVER_SLACK = 60.0
 
 @dataclass
 class End(Exception):
-    """The end of an episode, raised or returned."""
+    """The reason and the results of an episode's end. The code of an episode raises or returns an `End`."""
 
     reason: StopReason
     error: str | None = None

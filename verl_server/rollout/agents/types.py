@@ -198,7 +198,7 @@ class AgentEpisode:
 
     @property
     def name(self) -> str:
-        """TASK-MEMBER-ATTEMPT."""
+        """The episode's name: "TASK-MEMBER-ATTEMPT", three integers."""
         return f"{self.index}-{self.member}-{self.attempt}"
 
 

@@ -20,7 +20,10 @@ class EnvPool:
         self.concurrent_envs = 0
 
     def open(self) -> HostedEnv:
-        """Take room for one environment, until `close`. Raise EnvMessageError CAPACITY_REACHED if there is none."""
+        """Create an environment, which counts until `close`.
+
+        Raise EnvMessageError CAPACITY_REACHED if the pool has `max_concurrent_envs` environments already.
+        """
         if self.concurrent_envs >= self.max_concurrent_envs:
             raise EnvMessageError("CAPACITY_REACHED", f"All {self.max_concurrent_envs} environments are taken.")
         self.concurrent_envs += 1

@@ -1,10 +1,10 @@
 """`ExpectedReturn`: how long the prefix cache should keep the history of a turn that ended.
 
-An agent's next request continues the history that its last one left, after its environment has answered. The
-`BatchPlanner` reports each turn that is continued, and the `RadixCache` each one whose pages were evicted before. From
-these reports are learned: the share of turns that are continued, by the number of the turn (an episode of eight turns
-is not continued after the eighth), and how long the latest waits took. If no request continues another one, the pages
-are kept for no time, and are evicted least recently used first.
+An agent's next request continues the history of its last request, after its environment has answered. The
+`BatchPlanner` reports each turn that is continued. The `RadixCache` reports each turn whose pages were evicted before a
+request continued it. `ExpectedReturn` learns two things from these reports: the share of turns that are continued, by
+the number of the turn (an episode of eight turns is not continued after the eighth turn), and the lengths of the latest
+waits. If no request continues a turn, the pages are not kept, and the least recently used pages are evicted first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 _UNLIKELY = 0.1
 """A history is kept until the probability of its continuation falls below this."""
 _DECAY = 0.99
-"""Weight of an observed turn when the next one of the same number is observed."""
+"""Factor by which the weight of an observed turn falls when the next turn of the same number is observed."""
 _PRIOR = 4.0
-"""Weight, in turns, of the share of all turns in the share of the turns of one number."""
+"""Weight of the share over all turns in the share of one number, in turns."""
 _MAX_TURN = 64
 """Turns of a larger number count as this one."""
 _WAITS = 512
@@ -39,7 +39,7 @@ class EndedTurn:
 
 
 class _Share:
-    """The decayed numbers of turns that were continued, and that were not."""
+    """The decayed counts of turns that were continued and of turns that were not."""
 
     __slots__ = ("continued", "lost")
 
@@ -56,7 +56,7 @@ class _Share:
 
 
 class ExpectedReturn:
-    """Shares of turns that were continued, and the waits before that."""
+    """Shares of turns that were continued, and the waits until their continuation."""
 
     def __init__(self) -> None:
         self._all = _Share()

@@ -1,4 +1,4 @@
-"""Free lists of what requests hold: pages of the KV pool, and rows of the page table.
+"""Free lists of the pages of the KV pool, and of the rows of the page table.
 
 The `BatchPlanner` allocates both. The `RadixCache` frees the pages that it evicts.
 """

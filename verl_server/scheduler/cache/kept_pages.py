@@ -1,9 +1,9 @@
 """`KeptPages`: counts the cached pages without a holder that are likely to be used again.
 
-A page is kept while the time until which its history is likely to be continued has not passed, while a waiting request
-wants it, or while a page below it is kept. The `RadixCache` reports what happens to its pages, and the `BatchPlanner`
-reads `count` before it starts a request that would displace others. Each change costs no more than the walk along the
-path with which the cache makes it.
+A page is kept as long as one of these reasons holds: a turn is likely to continue its history (`keep_until` has not
+passed), a waiting request wants the page, or a page below it is kept. The `RadixCache` reports the changes of its
+pages. The `BatchPlanner` reads `count` before it starts a request whose pages would displace kept pages. A change takes
+no longer than the walk along the path that the cache makes for the same change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class KeptPages:
         self._pushes = 0
 
     def released(self, node: PageNode, until: float) -> None:
-        """Note that a request no longer holds the path to `node`. `until`: the new `keep_until` of its pages."""
+        """Record that a request no longer holds the path to `node`.
+
+        `until` is the new `keep_until` of the path's pages.
+        """
         if until > self._now and node.parent is not None:
             self._pushes += 1
             heapq.heappush(self._expiries, (until, self._pushes, node))
@@ -40,7 +43,7 @@ class KeptPages:
         self.count += count
 
     def held(self, node: PageNode) -> None:
-        """Note that a request holds the path to `node`, so that none of its pages counts as kept.
+        """Record that a request holds the path to `node`, so that no page of the path counts as kept.
 
         The kept pages of a path are consecutive. Above them are only pages that a request held before.
         """
@@ -55,20 +58,23 @@ class KeptPages:
         self.count -= count
 
     def evicted(self, node: PageNode) -> None:
-        """Note that the page of `node` was freed. Waiting requests that wanted it now want the page above it."""
+        """Record that the page of `node` was freed.
+
+        Waiting requests whose cached prefix ended at this page now count at its parent.
+        """
         if node.is_kept:
             self._forget(node)
             self.changed(node.parent)
 
     def wanted(self, node: PageNode) -> None:
-        """Note that a waiting request wants `node`, and with it the whole path."""
+        """Record that a waiting request wants `node`, and therefore the whole path to it."""
         at: PageNode | None = node
         while at is not None and at.parent is not None and not at.is_kept and not at.lock_ref:
             self._keep(at)
             at = at.parent
 
     def changed(self, node: PageNode | None) -> None:
-        """Note that one of the reasons to keep `node` has ended. Forget the pages of its path that nothing keeps."""
+        """Record that a reason to keep `node` has ended. Remove the pages of its path that have no reason left."""
         while node is not None and node.is_kept:
             if node.keep_until > self._now or node.kept_children or node.waiters:
                 return

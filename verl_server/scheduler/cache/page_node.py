@@ -9,7 +9,7 @@ FREED = -1
 
 
 class PageNode:
-    """One cached page. `key` is its tokens; the tokens before them are those of the nodes above. A root has no page."""
+    """One cached page. `key` has its tokens, which follow the tokens of the nodes above. A root has no page."""
 
     __slots__ = (
         "__weakref__",

@@ -6,9 +6,9 @@ trees share one limit: eviction ignores namespaces.
 
 One node is one full page of tokens, so nodes never split. The `BatchPlanner` calls `match` and `lock` when it admits a
 request, `extend` when pages of the request were computed, `unlock` when the request ends, and `evict` when pages run
-out. A node that a request holds is locked with its whole path. Other nodes can be evicted, leaves first. The first ones
-are those that no waiting request wants, in the order of `PageNode.keep_until`, and of their last use where it is equal.
-Then come those that waiting requests want, the shortest prefix first.
+out. A node that a request holds is locked with its whole path. Other nodes can be evicted, leaves first. Nodes that no
+waiting request wants are evicted first, in the order of `PageNode.keep_until`, and of their last use if `keep_until` is
+equal. Nodes that waiting requests want follow, the shortest prefix first.
 
 `start_version` is called when the weights changed. It detaches all trees, so that no page of older weights can be
 matched again. It visits the roots only, so its time does not depend on the number of pages. Detached pages without a
@@ -55,9 +55,9 @@ class RadixCache:
         self._leaves: list[tuple[tuple[bool, float, int], int, PageNode]] = []
         """Heap of (worth, number of the push, node). Entries become stale, and are checked when they are popped."""
         self._outdated: list[PageNode] = []
-        """Nodes of older versions. All pages at and below them are still to be collected."""
+        """Nodes of older versions whose pages, and whose descendants' pages, were not collected yet."""
         self._uncollected = 0
-        """Number of those pages that no request holds."""
+        """Number of pages of `_detached` that no request holds."""
 
     @property
     def num_pages(self) -> int:
@@ -83,9 +83,9 @@ class RadixCache:
     ) -> PageNode:
         """Return the deepest node of the namespace whose path equals a prefix of `token_ids[:limit]`.
 
-        `known`: an earlier result for the same arguments. Only what the tree gained or lost since then is looked at,
-        so the time does not depend on the length of the prefix. Changes nothing. The root of a new namespace belongs
-        to the cache once it is locked.
+        `known` is an earlier result for the same arguments. With `known`, only pages that the tree gained or lost since
+        then are visited, so the time does not depend on the length of the prefix. The call does not change the cache.
+        The root of a new namespace becomes part of the cache when it is locked.
         """
         node = self._remaining(known) or self._roots.get(namespace)
         if node is None:
@@ -118,7 +118,10 @@ class RadixCache:
             self._push_if_evictable(node)
 
     def unwant(self, node: PageNode) -> None:
-        """Undo `want`. The request may have called it with a node below `node` that was evicted since."""
+        """Undo `want`.
+
+        The node that was passed to `want` may have been evicted since; then `node` is a node above it.
+        """
         left = self._remaining(node)
         if left is None:
             return
@@ -129,7 +132,7 @@ class RadixCache:
             self._push_if_evictable(left)
 
     def finish(self, node: PageNode) -> None:
-        """Make the pages that only the path to `node` has the first ones to be evicted."""
+        """Evict the pages on the path to `node` first, as far as no other path shares them."""
         left = self._remaining(node)
         if left is None or left.children:
             return
@@ -149,7 +152,7 @@ class RadixCache:
         return pages
 
     def num_idle(self, node: PageNode) -> int:
-        """Return the number of pages down to `node` that no request holds. They can be evicted until `lock`."""
+        """Return the number of pages on the path to `node` that no request holds. They may be evicted until `lock`."""
         count = 0
         while not node.lock_ref and node.parent is not None:
             count += 1
@@ -229,7 +232,8 @@ class RadixCache:
         return node, swapped
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages without a holder: older versions first, then the leaves that are worth least.
+        """Free up to `count` pages without a holder: pages of older versions first, then leaves in the order of
+        eviction.
 
         Return the number of freed pages.
         """
@@ -257,7 +261,10 @@ class RadixCache:
         return len(freed)
 
     def start_version(self) -> None:
-        """Detach all trees. Pages without a holder can be evicted at once, the others when their last lock ends."""
+        """Detach all trees.
+
+        Pages without a holder can be evicted at once, the other pages when their last lock ends.
+        """
         self._outdated.extend(root for root in self._roots.values() if root.children)
         self._uncollected = self.evictable
         self.detached += self.protected
@@ -281,7 +288,7 @@ class RadixCache:
         return pages
 
     def nodes(self) -> Iterator[PageNode]:
-        """Return all nodes of the current trees except the roots."""
+        """Return all nodes of the current trees, without the roots."""
         return _below(self._roots.values())
 
     def outdated(self) -> Iterator[PageNode]:

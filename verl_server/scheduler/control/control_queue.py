@@ -1,10 +1,10 @@
 """`ControlQueue`: runs pause, flush, transactions, weight updates and memory requests between two steps.
 
-Owned by the `Scheduler`, which calls `run_ready` between steps. Implements the tables in docs/scheduler-states.md:
-which requests are refused on arrival, which are staged first, in which order they run, and what each request does
-while generation is serving, draining, paused, held by a transaction or refusing. Nothing here blocks. A request may
-have to wait for its staging, for started requests to finish, or for the scheduler to become idle. It is then checked
-again after the next step, or when the stager wakes the loop, until its deadline.
+Owned by the `Scheduler`, which calls `run_ready` between steps. It implements the tables in docs/scheduler-states.md:
+which requests are refused on arrival, which are staged first, in which order they run, and the effect of each request
+while generation is serving, draining, paused, held by a transaction or refusing. No method blocks. A request may have
+to wait for its staging, for started requests to finish, or for the scheduler to become idle. The queue checks such a
+request again after each step, and when the stager wakes the loop, until the deadline of the request.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Pending:
     req: WeightReq
     deadline: float
     staged: bool = False
-    """True from the moment when the request was submitted to the stager."""
+    """True after the request was submitted to the stager."""
     ready: bool = True
     """False only while the request is being staged."""
 
@@ -74,12 +74,12 @@ class ControlQueue:
         self._timeout = timeout
         self._queue: deque[_Pending] = deque()
         self._aside: dict[int, _Pending] = {}
-        """Requests that run as soon as they are staged, in no order with those in the queue; by request id."""
+        """Requests by id that run as soon as they are staged, independent of the order of the queue."""
         self._overdue: dict[int, StagedReq] = {}
-        """Requests that were refused with 504 before the stager finished them; by request id."""
+        """Requests by id that were refused with 504 before their staging ended."""
         self._flushes: list[_PendingFlush] = []
         self._step_taken = True
-        """True if a step was taken since the last update. If not, the next update waits for one."""
+        """True if a step ran since the last update. If no step ran, the next update waits for a step."""
         self.transaction = TransactionFence(scheduler.clock, default_lease)
         self.pauses = Pauses(scheduler, timeout, self._reply)
         self.draining = False
@@ -93,7 +93,7 @@ class ControlQueue:
 
     @property
     def holds_generation(self) -> bool:
-        """True while no step is taken and requests queue: until the pause, or the open transaction, ends."""
+        """True while no step runs and requests only queue: during a pause, and during an open transaction."""
         return self.paused or self.transaction.is_open
 
     def receive(self, req: QueuedReq) -> None:
@@ -113,7 +113,10 @@ class ControlQueue:
                 self._receive_ordered(req, _Pending(req, now + self._timeout))
 
     def withdraw(self, request_id: int) -> None:
-        """Drop a request whose caller gave up, unless it has begun: the caller may write its memory again."""
+        """Remove a request whose caller gave up, unless the request has begun.
+
+        The caller may then write its memory again.
+        """
         message = "The request was withdrawn: its caller gave up before it began."
         for item in [item for item in self._flushes if item.req.id == request_id]:
             self._flushes.remove(item)
@@ -127,7 +130,7 @@ class ControlQueue:
         """Carry out the queued requests that may run now. Called between steps.
 
         At most one of them copies weights. Before the next copy the loop must read its messages, because the caller of
-        that copy may have given up meanwhile.
+        that copy may have given up.
         """
         self._take_staged()
         self._watch_aside()
@@ -154,14 +157,14 @@ class ControlQueue:
         self._step_taken = True
 
     def _owes_progress(self) -> bool:
-        """Return True if generation made no progress since the last update. A series of updates must not stop it."""
+        """Return True if no step ran since the last update. A series of updates must not stop generation."""
         return not self._step_taken or self._scheduler.planner.is_restarting()
 
     def is_ready(self) -> bool:
-        """Return True if `run_ready` has something to do. Only a loop that has no request to compute calls this.
+        """Return True if `run_ready` has something to do. Only a loop without a request to compute calls this method.
 
-        Such a loop need not look at a request that is being staged, because the stager wakes it, nor at a flush that
-        waits for requests which a pause froze.
+        Two kinds of requests do not count: a request that is being staged, because the stager wakes the loop, and a
+        flush that waits for requests which a pause froze.
         """
         return (
             (bool(self._queue) and self._queue[0].ready)
@@ -170,7 +173,7 @@ class ControlQueue:
         )
 
     def wait_seconds(self) -> float | None:
-        """Return the seconds until the next deadline, during which the idle loop may sleep; None without a deadline."""
+        """Return the seconds until the next deadline, which an idle loop may sleep. None if there is no deadline."""
         deadlines = [item.deadline for item in (*self._queue, *self._aside.values())]
         deadlines += [item.deadline for item in self._flushes] + self.pauses.deadlines()
         if self.transaction.is_open and not self._transaction_call_pending():
@@ -204,7 +207,7 @@ class ControlQueue:
             self._queue.append(pending)
 
     def _abandon(self, req: WeightReq) -> None:
-        """Stage and drop, on all ranks, a refused request whose sender expects every rank to take part."""
+        """Stage a refused request on all ranks, and drop it, because its sender expects every rank to take part."""
         if isinstance(req, UpdateWeightsFromTensorReq) and not (req.serialized_named_tensors or req.ipc_handles):
             return
         if isinstance(req, (UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq)):
@@ -212,7 +215,7 @@ class ControlQueue:
             self._scheduler.worker.drop_staged(req)
 
     def _take_staged(self) -> None:
-        """Read the stager's results. Answer refusals, run the requests that were set aside, mark the queued ones."""
+        """Process the stager's results: answer refusals, run requests outside the queue, mark queued requests."""
         for request_id, error in self._scheduler.worker.stager.finished():
             self._overdue.pop(request_id, None)
             pending = self._aside.pop(request_id, None) or self._queued(request_id)
@@ -240,7 +243,7 @@ class ControlQueue:
             self._scheduler.worker.drop_staged(pending.req)
 
     def _drop_all_updates(self) -> None:
-        """Refuse the staged updates and close what they opened, because the weights were released."""
+        """Refuse the staged updates and close the memory that they opened, because the weights were released."""
         for pending in self._staged():
             if not _is_join(pending.req):
                 name = type(pending.req).__name__
@@ -249,7 +252,7 @@ class ControlQueue:
                 )
 
     def _drop_described(self, unregistered: UnregisterWeightsReq) -> None:
-        """Refuse staged requests whose descriptions were unregistered meanwhile, and close what they opened."""
+        """Refuse staged requests whose descriptions were unregistered since, and close the memory that they opened."""
         ids = unregistered.registrations
         for pending in self._staged():
             description = getattr(pending.req, "description", None)
@@ -305,7 +308,7 @@ class ControlQueue:
         return False
 
     def _transaction_call_pending(self) -> bool:
-        """Return True if a call of the open transaction is queued. The lease does not expire meanwhile."""
+        """Return True if a call of the open transaction is queued. While it is queued, the lease does not expire."""
         return any(self.transaction.owns(item.req) for item in self._queue)
 
     def _watch_lease(self) -> None:
@@ -377,7 +380,7 @@ class ControlQueue:
             reply.payload = payload | {"lease_seconds": self.transaction.lease_seconds}
 
     def _refuse(self, req: WeightReq, message: str, status_code: int) -> None:
-        """Refuse `req`, but close the registrations in its `forget`, because their owner frees that memory anyway."""
+        """Refuse `req`. Close the registrations in its `forget` nevertheless, because their owner frees the memory."""
         if self.transaction.owns(req):
             self.transaction.renew()
         if isinstance(req, (UpdateWeightsFromTensorReq, RegisterWeightsReq)) and req.forget:
@@ -404,7 +407,7 @@ class ControlQueue:
         self._refuse(req, message, 504)
 
     def _is_busy(self) -> bool:
-        """Return True if a request runs, or if one waits and generation is not held."""
+        """Return True if a request runs, or if a request waits and generation is not held."""
         planner = self._scheduler.planner
         return bool(planner.running) or (bool(planner.waiting) and not self.holds_generation)
 
@@ -434,5 +437,5 @@ class ControlQueue:
 
 
 def _is_join(req: ControlReq) -> bool:
-    """Return True if `req` joins a process group, which happens on a thread of its own in the stager."""
+    """Return True if `req` joins a process group. The stager joins a group on a separate thread."""
     return isinstance(req, InitWeightsUpdateGroupReq)

@@ -1,7 +1,7 @@
 """`EngineLoop`: the interface through which `ControlQueue` and `Pauses` use the loop of an engine.
 
-The embedded `Scheduler`, with its `BatchPlanner` and `TpWorker`, implements it, and so does `backends.process.Backend`.
-So pauses, transactions and weight updates have the same rules with every engine.
+There are two implementations: the embedded `Scheduler` (with its `BatchPlanner` and `TpWorker`) and
+`backends.process.Backend`. So pauses, transactions and weight updates have the same rules with every engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Planner(Protocol):
 
     @property
     def waiting(self) -> Sized:
-        """The other requests."""
+        """Accepted requests that have not started, or that were retracted."""
 
     def has_started(self) -> bool:
         """Return True if any request was started and has not ended. Retracted requests count."""
@@ -32,7 +32,7 @@ class Planner(Protocol):
         """Drop the KV of all running requests. They continue with their tokens, whose KV is computed again."""
 
     def is_restarting(self) -> bool:
-        """Return True if a request still computes KV again that an update dropped."""
+        """Return True if a request still recomputes the KV that an update dropped."""
 
     def start_version(self) -> None:
         """Prevent new requests from using pages that were computed before. Called after the weights changed."""
@@ -42,7 +42,7 @@ class Planner(Protocol):
 
 
 class WeightState(Protocol):
-    """The weights of all ranks, whose state is the same on each."""
+    """The weights of all ranks. Their state is the same on each rank."""
 
     @property
     def version(self) -> str: ...
@@ -81,7 +81,7 @@ class Worker(Protocol):
 
 
 class EngineLoop(Protocol):
-    """The loop that owns the requests and takes the steps."""
+    """The loop that owns the requests and runs the steps."""
 
     clock: Callable[[], float]
     send: Callable[[SchedulerOutput], None]
@@ -97,7 +97,7 @@ class EngineLoop(Protocol):
         """Accepted requests without a terminal entry yet, by rid."""
 
     def has_runnable(self) -> bool:
-        """Return True if a step may be taken now."""
+        """Return True if a step may run now."""
 
     def settle(self) -> None:
         """Wait for the running step, and send its results. No step begins before the caller has returned."""

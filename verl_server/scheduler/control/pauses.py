@@ -1,7 +1,8 @@
 """`Pauses`: begins and ends pauses of generation, and keeps the pauses that wait for started requests to finish.
 
-Owned by the `ControlQueue`, which hands it these requests on arrival and calls `watch` between steps. A pause with
-`mode="wait"` drains: meanwhile no further request is started. docs/scheduler-states.md has the table.
+The `ControlQueue` owns it, passes requests to pause and to continue to it on arrival, and calls `watch` between steps.
+A pause with `mode="wait"` drains: no further request starts until the pause begins. docs/scheduler-states.md has the
+table.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class _Waiting:
 
 class Pauses:
     def __init__(self, scheduler: EngineLoop, timeout: float, reply: Callable[[ControlReply], None]) -> None:
-        """Refuse a pause that waits longer than `timeout` seconds. `reply` sends an answer."""
+        """Create the pauses. A pause that waits longer than `timeout` seconds is refused. `reply` sends an answer."""
         self._scheduler, self._timeout, self._reply = scheduler, timeout, reply
         self._waiting: list[_Waiting] = []
         self.paused = False
-        """True while no step is taken because of a pause."""
+        """True during a pause, in which no step runs."""
 
     def receive(self, req: PauseGenerationReq) -> None:
         """Pause now, or, with `mode="wait"`, when started requests have finished."""
@@ -50,7 +51,7 @@ class Pauses:
             self._refuse(item, message, status_code)
 
     def watch(self) -> None:
-        """Begin a pause that waited for started requests once they have ended. Refuse it after its deadline."""
+        """Begin a waiting pause when all started requests have ended. Refuse the pause after its deadline."""
         if self.is_ready():
             self._begin(self._waiting.pop(0).req)
         for item in [item for item in self._waiting if self._scheduler.clock() >= item.deadline]:
@@ -72,7 +73,7 @@ class Pauses:
         return self.are_waiting and (self.paused or not self._scheduler.planner.has_started())
 
     def deadlines(self) -> list[float]:
-        """Return the times at which waiting pauses are refused."""
+        """Return the deadlines of the waiting pauses."""
         return [item.deadline for item in self._waiting]
 
     def _begin(self, req: PauseGenerationReq) -> None:

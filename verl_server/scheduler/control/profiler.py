@@ -1,6 +1,6 @@
 """`StepProfiler`: records steps with torch's profiler, for `/start_profile` and `/stop_profile`.
 
-Owned by rank 0's `Scheduler`, which hands it these requests and calls `step` before each step. The folder is the
+Rank 0's `Scheduler` owns it, passes these two requests to it, and calls `step` before each step. The folder is the
 operator's choice. A recording is bounded, because a trace grows with every operator.
 """
 
@@ -22,7 +22,10 @@ _MOST_SECONDS = 60.0
 
 class StepProfiler:
     def __init__(self, folder: str | None, device_type: str, clock: Callable[[], float]) -> None:
-        """`folder` is the only folder, with those in it, to which traces are written; None refuses all requests."""
+        """Create a profiler that writes traces to `folder` and its subfolders only.
+
+        If `folder` is None, requests are refused.
+        """
         self._folder = None if folder is None else Path(folder).resolve()
         self._device_type, self._clock = device_type, clock
         self._profile: Any = None
@@ -31,7 +34,7 @@ class StepProfiler:
         self._steps_left = 0
         self._deadline = 0.0
         self._ended_by_itself = False
-        """True after a recording was complete, until a stop is answered with its trace."""
+        """True from the end of a recording until a stop request is answered with the trace."""
 
     def handle(self, req: ProfileReq) -> ControlReply:
         """Begin or end a recording, and return the reply."""
@@ -46,7 +49,10 @@ class StepProfiler:
         return ControlReply(id=req.id, success=True, message=message)
 
     def step(self) -> None:
-        """Note that a step follows. End the recording if it is complete; a failure to write is logged only."""
+        """Record that a step follows. End the recording if it is complete.
+
+        If the trace cannot be written, only log it.
+        """
         if self._profile is None:
             return
         if self._steps_left > 0 and self._clock() < self._deadline:

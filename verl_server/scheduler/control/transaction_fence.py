@@ -1,4 +1,4 @@
-"""`TransactionFence`: decides which calls may change weights while a transaction is open, and until when it stays open.
+"""`TransactionFence`: decides which calls may change weights while a transaction is open, and when it expires.
 
 Rank 0's `ControlQueue` owns it, and checks each weight call with it. `worker/weights/transaction.py` records on each
 rank what the calls of a transaction wrote. An SGLang client opens a transaction without an id, and its calls have no
@@ -26,7 +26,7 @@ _SGLANG_NOT_OPEN = "no weight-update session is open; call begin_weight_update()
 
 
 class TransactionFence:
-    """Admits the calls of the open transaction, refuses other calls, and keeps the end of the lease."""
+    """Admits the calls of the open transaction, refuses other calls, and has the deadline of the lease."""
 
     def __init__(self, clock: Callable[[], float], default_lease: float) -> None:
         self._clock, self._default_lease = clock, default_lease
@@ -34,10 +34,10 @@ class TransactionFence:
         self.is_open = False
         self.transaction_id: str | None = None
         self.lease_end = 0.0
-        """Time (seconds of the clock) at which the transaction is discarded, unless one of its calls is under way."""
+        """Time (seconds of the clock) at which the transaction is discarded, unless one of its calls is in progress."""
 
     def open(self, req: BeginWeightUpdateReq) -> None:
-        """Start the transaction that `req` asks for. `check` has admitted it."""
+        """Start the transaction that `req` requests. `check` has admitted `req`."""
         self.is_open, self.transaction_id = True, req.transaction_id
         self._lease = self._default_lease if req.lease_seconds is None else req.lease_seconds
         self.renew()
@@ -46,7 +46,7 @@ class TransactionFence:
         self.is_open = False
 
     def renew(self) -> None:
-        """Start the lease again from now."""
+        """Renew the lease from now on."""
         self.lease_end = self._clock() + self._lease
 
     @property
@@ -56,7 +56,7 @@ class TransactionFence:
 
     @property
     def name(self) -> str:
-        """The id in quotes, or "without an id", for messages."""
+        """The transaction's id in quotes, or "without an id", for messages."""
         return f"'{self.transaction_id}'" if self.transaction_id is not None else "without an id"
 
     def owns(self, req: ControlReq) -> bool:

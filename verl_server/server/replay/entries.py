@@ -200,7 +200,7 @@ class Entries:
 
 
 def _mark(log: AnswerLog) -> AnswerLog:
-    """Return a complete log with the start of an answer, and without its body."""
+    """Return the log of a complete answer that has the start of `log`'s answer and an empty body."""
     mark = AnswerLog(numbers_events=False, supersedes=False)
     mark.send(log.start or {"type": "http.response.start", "status": log.status})
     mark.send({"type": "http.response.body"})

@@ -152,7 +152,10 @@ class Journal:
             return batch, False
 
     def _write(self, batch: list[tuple[int, bytes]]) -> bool:
-        """Write a batch, until it succeeds. Return False if the journal closes before, or if a sync failed."""
+        """Write a batch, and try again until the write succeeds.
+
+        Return False if the journal closes before the write succeeds, or if a sync failed.
+        """
         data = b"".join(piece for _, body in batch for piece in (frame(body), body))
         while True:
             try:

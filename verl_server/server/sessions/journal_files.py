@@ -184,9 +184,10 @@ class JournalFiles:
             before = read
 
     def _read(self, data: bytes, read: _Read, found: list[Damage], fewest: int | None) -> Iterator[tuple[Any, int]]:
-        """Yield (record, bytes) up to the damage of a file.
+        """Yield (record, bytes) for each record of a file, up to the first damaged record.
 
-        An incomplete record counts as a torn end only after `fewest` records. None: the file can have no torn end.
+        An incomplete record counts as a torn end if at least `fewest` records precede the record. If `fewest` is None,
+        an incomplete record is damage.
         """
         while read.size < len(data):
             try:

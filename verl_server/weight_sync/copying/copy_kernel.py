@@ -16,10 +16,13 @@ _FIELDS = tl.constexpr(FIELDS)
 
 
 class TileCopies:
-    """Compiled and loaded launches that run the copies of the tables. The tables are on the device."""
+    """Compiled and loaded launches, which run the copies of the tables. The tables are on the device."""
 
     def __init__(self, tables: Sequence[Table], device: torch.device, *, num_warps: int) -> None:
-        """Compile the launches, and wait for the current stream, so that any stream may launch. Triton may raise."""
+        """Compile the launches, and wait for the current stream. After that, any stream may launch.
+
+        Triton may raise an error.
+        """
         self._device = device
         # The flags are in page-locked host memory, which the kernel writes only if it sees NaN or infinity. So nothing
         # has to be cleared on the device before a copy, nor fetched from the device afterwards.
@@ -40,7 +43,10 @@ class TileCopies:
                 launch()
 
     def nonfinite(self) -> list[int]:
-        """Return the pairs to whose destinations the last run, which the device has done, wrote NaN or infinity."""
+        """Return the indices of the pairs whose destination received NaN or infinity in the last run.
+
+        The device must have completed the run.
+        """
         found = (
             pairs[i]
             for seen, pairs in zip(self._seen, self._pairs, strict=True)
@@ -50,7 +56,7 @@ class TileCopies:
 
 
 def _prepared(table: Table, seen: torch.Tensor, device: torch.device, num_warps: int) -> Callable[[], object]:
-    """Return a launch that is completely prepared, so that a call passes its arguments only."""
+    """Return a function that launches the kernel, with all arguments already on the device."""
     records, tiles, constants = table.records.to(device), table.tiles.to(device), kernel_constants(table)
     kernel = requested(table, seen, num_warps)
     # The first launch loads the code. An empty record makes it copy nothing.
@@ -89,10 +95,11 @@ def copy_tiles(
     LOWEST: tl.constexpr,
     SIGNS: tl.constexpr,
 ) -> None:
-    """Program i copies the i-th tile: up to TILE words of VECTOR elements. Tensors as in `copy_table.Table`.
+    """Program i copies the i-th tile: up to TILE words of VECTOR elements.
 
-    `seen`, int32 [records], becomes 1 where a number that was written is NaN or infinity. BITS is the integer as wide
-    as DESTINATION, the three after it are its `exponent_bits`.
+    `copy_table.Table` has the shapes of the tensors. The kernel sets an element of `seen`, int32 [records], to 1 if it
+    wrote NaN or infinity for this record. BITS is the integer dtype as wide as DESTINATION. The three arguments after
+    BITS are the `exponent_bits` of DESTINATION.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * 2
     index = tl.load(tile).to(tl.int64)
@@ -136,7 +143,7 @@ def _move(
     VECTOR: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Copy words, converting as torch does: from double to 16 bits through float32. Return what was written."""
+    """Copy words, and convert them as torch does: from double to 16 bits through float32. Return the written words."""
     element = tl.arange(0, VECTOR)[None, :]
     values = tl.load(source + (from_word * VECTOR)[:, None] + element, mask=inside[:, None])
     if source.dtype != destination.dtype:

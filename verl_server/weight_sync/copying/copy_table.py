@@ -1,7 +1,7 @@
 """Tables of a fused copy: pairs of tensors as rows of words, which are cut into tiles.
 
-`CopyPlan` makes the tables on the host, `copy_kernel` runs one program for each tile. Shapes, strides and addresses
-decide here what is copied; the kernel only reads its work from the tables.
+`CopyPlan` makes the tables on the host, `copy_kernel` runs one program for each tile. This module computes from shapes,
+strides and addresses what is copied. The kernel only reads the tables.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import Tensor
 from verl_server.weight_sync.copying.finite import Bits, exponent_bits
 
 FIELDS = 6
-"""int64 numbers in a record: source and destination address, words, words in a row, the source's and the
-destination's words from row to row."""
+"""Number of int64 fields of a record.
+
+The fields are: source address, destination address, number of words, words in a row, row stride of the source in words,
+row stride of the destination in words.
+"""
 _WORD_BYTES = 16
 """The widest load and store of a GPU thread."""
 _MAX_TILE_WORDS = 4096
@@ -28,12 +31,15 @@ _CONVERTIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Rows(NamedTuple):
-    """A pair of equal shape as `rows` x `columns`. The elements of a row are adjacent on both sides."""
+    """Source and destination of one shape, seen as `rows` x `columns`. The elements of a row are adjacent in both."""
 
     rows: int
     columns: int
     destination_stride: int
-    """Elements from row to row, 0 if there is one row. `source_stride` is the same for the source."""
+    """Elements from one row of the destination to the next, 0 if there is one row.
+
+    `source_stride` is the same for the source.
+    """
     source_stride: int
 
 
@@ -49,11 +55,14 @@ class Kind(NamedTuple):
 
     @property
     def exponents(self) -> Bits:
-        """Masks of an element of `destination`, by which the kernel sees NaN and infinity."""
+        """Bit masks of an element of `destination`, with which the kernel finds NaN and infinity."""
         return exponent_bits(self.numbers, self.destination.itemsize)
 
     def tile_words(self, tile_bytes: int) -> int:
-        """Return the words in a tile: a power of two if `tile_bytes`, which counts the wider side, is one."""
+        """Return the number of words in a tile. `tile_bytes` counts bytes of the wider dtype.
+
+        If `tile_bytes` is a power of two, the result is a power of two, too.
+        """
         word_bytes = self.vector * max(self.source.itemsize, self.destination.itemsize)
         return min(tile_bytes // word_bytes, _MAX_TILE_WORDS)
 
@@ -67,15 +76,18 @@ class Table:
     records: Tensor
     """int64 [blocks, FIELDS], on the host."""
     tiles: Tensor
-    """int32 [tiles, 2], on the host, in the order in which they are started: a tile's record, and its number there."""
+    """int32 [tiles, 2], on the host, in the order in which tiles start:
+
+    (index of the record, index of the tile in the record).
+    """
     pairs: list[int]
-    """The pair of each record."""
+    """Index of the pair of each record."""
 
 
 def as_rows(destination: Tensor, source: Tensor) -> Rows | None:
-    """Return the pair's elements, in any order, as rows that are contiguous on both sides; None if that is impossible.
+    """Return the pair's elements, in any order, as rows that are contiguous in source and destination.
 
-    Elements that have no neighbours are rows of one column.
+    An element without neighbours is a row of one column. Return None if there are no such rows.
     """
     dims = [d for d in zip(destination.shape, destination.stride(), source.stride(), strict=True) if d[0] > 1]
     dims.sort(key=lambda d: (d[1], d[2]), reverse=True)
@@ -116,7 +128,7 @@ def build_tables(
 
 
 def _table(kind: Kind, blocks: list[tuple[int, ...]], pairs: list[int], links: list[int], tile_words: int) -> Table:
-    """Return the table of some blocks. `pairs` and `links` have the pair and the link of each block."""
+    """Return the table of some blocks. `pairs[i]` and `links[i]` are the pair and the link of block i."""
     records = torch.tensor(blocks, dtype=torch.int64)
     counts = (records[:, 2] + tile_words - 1) // tile_words
     owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
@@ -135,7 +147,10 @@ def _spread(links: Tensor) -> Tensor:
 
 
 def _blocks(destination: Tensor, source: Tensor) -> list[tuple[Kind, tuple[int, ...]]]:
-    """Return the pair's words, and the elements at its end that do not fill a word; [] if the kernel cannot copy it."""
+    """Return one block for the pair's words, and one for the elements at the pair's end that do not fill a word.
+
+    Return [] if the kernel cannot copy the pair.
+    """
     rows = as_rows(destination, source)
     converts = destination.dtype != source.dtype
     if rows is None or (converts and not {destination.dtype, source.dtype} <= set(_CONVERTIBLE)):

@@ -1,8 +1,9 @@
 """The search for NaN and infinity in the bits that a copy moves.
 
-A floating-point number is NaN or infinity exactly if all bits of its exponent are set. The copies move words that
-hold one or more numbers. In each number of a word, `(word & exponents) + lowest` carries into the sign bit exactly if
-its whole exponent is set, and never further. This takes two operations on a register that holds the word anyway.
+A floating-point number is NaN or infinity exactly if all bits of its exponent are set. The copies move words that hold
+one or more numbers. For each number in a word, `(word & exponents) + lowest` carries into the number's sign bit exactly
+if all bits of the exponent are set. The carry never passes the sign bit. This takes two operations on a register that
+holds the word anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _EXPONENTS = {
 
 
 class Bits(NamedTuple):
-    """Masks of a word as signed integers of its width, all 0 if its dtype has neither NaN nor infinity."""
+    """Bit masks of a word, which holds one or more numbers of a dtype.
+
+    Each mask is a signed integer of the word's width. All masks are 0 if the dtype has neither NaN nor infinity.
+    """
 
     exponents: int
     """The exponent of every number in the word."""
@@ -44,12 +48,15 @@ def _repeated(mask: int, nbytes: int, word_bytes: int) -> int:
 
 
 def is_checked(dtype: torch.dtype) -> bool:
-    """Return True if numbers of `dtype` can be NaN or infinity, and copies look for them."""
+    """Return True if numbers of `dtype` can be NaN or infinity, so that copies search for them."""
     return dtype in _EXPONENTS
 
 
 def holds_nonfinite(tensor: Tensor) -> bool:
-    """Return True if some element is NaN or infinity, for tensors that no kernel checked. Wait for the device."""
+    """Return True if an element of a tensor is NaN or infinity. The function waits for the device.
+
+    It is called for tensors that no kernel checked.
+    """
     if not is_checked(tensor.dtype) or bool(tensor.sum().isfinite()):
         return False  # NaN and infinity make the sum so; it may also overflow by itself
     return not bool(tensor.isfinite().all())

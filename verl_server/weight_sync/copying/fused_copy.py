@@ -1,11 +1,10 @@
-"""Many tensors into many tensors, in place, at the rate of one flat copy.
+"""Copies many tensors into many tensors, in place, at the rate of one flat copy.
 
 `UpdatePlan` makes a `CopyPlan` once for a set of (destination, source) views, off the serving loop, and runs it at
 every update. On a GPU one Triton kernel goes over a table of all pairs (`copy_table`, `copy_kernel`). In host memory a
-few threads share the pairs (`host_copy`). torch copies the pairs that neither can take.
-
-All of them look for NaN and infinity in what they write, while it passes through registers or is in a cache
-(`finite`). Only pairs that torch copies on a GPU are read a second time.
+few threads share the pairs (`host_copy`). torch copies the pairs that neither of them can copy. Kernel and threads
+search the written values for NaN and infinity while the values are in registers or in a cache (`finite`). Only pairs
+that torch copies on a GPU are read a second time for this search.
 
 Milliseconds for Qwen3-8B's tensors (16.4 GB in bf16) on one H200, and from a second one's memory over NVLink
 (`benchmarks/weight_copy.py`, torch 2.11; the limit is one flat `copy_` of the same bytes):
@@ -42,12 +41,12 @@ alike, but wide tiles with few warps that convert took 10% longer."""
 
 
 class Copies(Protocol):
-    """Copies of some pairs that are prepared in one of three ways."""
+    """Prepared copies of some pairs: by the kernel, by host threads, or by torch."""
 
     def run(self) -> None: ...
 
     def nonfinite(self) -> list[int]:
-        """Return the positions of the pairs to whose destinations the last run wrote NaN or infinity."""
+        """Return the positions of the pairs whose destination received NaN or infinity in the last run."""
 
 
 class CopyPlan:
@@ -55,7 +54,7 @@ class CopyPlan:
 
     A pair has one shape. If its dtypes differ, values are converted as `Tensor.copy_` does. Sources may be in another
     process's memory, or on a peer GPU opened through CUDA IPC. Destinations may be views, but must not overlap each
-    other or a source. The plan keeps all of them alive, and their memory must stay where it is.
+    other or a source. The plan keeps references to all tensors. Their memory must not move.
     """
 
     nbytes: int
@@ -72,13 +71,13 @@ class CopyPlan:
         """Prepare the copies. On a GPU, wait for the current stream, and compile if necessary (see `compile_kernels`).
 
         `links[i]` is the link over which `sources[i]` is read, for example the number of the GPU that holds it. The
-        kernel reads over all links at a time. With `fused=False`, torch copies everything. Raise ValueError if the
-        pairs do not fit.
+        kernel reads over all links at the same time. With `fused=False`, torch copies everything. Raise ValueError if
+        the shapes of a pair differ, or the lengths of the arguments do.
         """
         self._pairs, links, kept = _checked_pairs(destinations, sources, links)
         self.nbytes = sum(destination.nbytes for destination, _ in self._pairs)
         self._steps: list[tuple[Copies, list[int]]] = []
-        """Copies, and the caller's number of each of their pairs."""
+        """(copies, index in `destinations` of each of their pairs)."""
         for device, indices in _by_device(self._pairs).items():
             pairs, numbers = [self._pairs[i] for i in indices], [kept[i] for i in indices]
             if fused and device is not None and device.type == "cuda":
@@ -98,16 +97,16 @@ class CopyPlan:
     def nonfinite(self) -> list[int]:
         """Return the positions in `destinations` of the tensors to which the last run wrote NaN or infinity.
 
-        A conversion also writes infinity for a number that the destination's dtype cannot hold. Call this when the
-        device is done with the run.
+        A conversion also writes infinity for a number that the destination's dtype cannot hold. The device must have
+        completed the run.
         """
         return sorted(numbers[i] for copies, numbers in self._steps for i in copies.nonfinite())
 
 
 def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load what plans into parameters of `dtype` will need for sources of that dtype and of float32.
+    """Compile and load the kernels that copy sources of `dtype` and of float32 into parameters of `dtype`.
 
-    The first call in a process takes some seconds and holds the interpreter, so call it before serving.
+    The first call in a process takes some seconds and holds the interpreter's lock, so call it before serving.
     """
     destinations = [torch.empty(16, dtype=dtype, device=device) for _ in range(2)]
     CopyPlan(destinations, [torch.empty(16, dtype=source, device=device) for source in (dtype, torch.float32)])
@@ -126,7 +125,10 @@ def record_kernels(dtype: torch.dtype) -> None:
 def _checked_pairs(
     destinations: Sequence[Tensor], sources: Sequence[Tensor], links: Sequence[int] | None
 ) -> tuple[list[Pair], list[int], list[int]]:
-    """Return the detached pairs that have bytes, their links and indices. Raise ValueError if pairs do not fit."""
+    """Return (detached pairs, links, indices) without the pairs that have no elements.
+
+    Raise ValueError if the shapes of a pair differ, or the lengths of the arguments do.
+    """
     links = [0] * len(sources) if links is None else links
     if not len(destinations) == len(sources) == len(links):
         raise ValueError(
@@ -141,7 +143,10 @@ def _checked_pairs(
 
 
 def _by_device(pairs: Sequence[Pair]) -> dict[torch.device | None, list[int]]:
-    """Return the indices of pairs by device. None has pairs between devices, for example of a checkpoint."""
+    """Return the indices of pairs by device.
+
+    The key None has the pairs between devices, for example of a checkpoint.
+    """
     groups: dict[torch.device | None, list[int]] = {}
     for i, (destination, source) in enumerate(pairs):
         device = destination.device if destination.device == source.device else None
@@ -150,7 +155,7 @@ def _by_device(pairs: Sequence[Pair]) -> dict[torch.device | None, list[int]]:
 
 
 def _device_steps(pairs: list[Pair], device: torch.device, links: list[int]) -> list[tuple[Copies, list[int]]]:
-    """Return the copies of pairs on one GPU, each with the indices of its pairs."""
+    """Return (copies, indices of their pairs) for pairs on one GPU."""
     tables, left = build_tables(pairs, TILE_BYTES, links)
     every = list(range(len(pairs)))
     try:
@@ -167,9 +172,10 @@ def _device_steps(pairs: list[Pair], device: torch.device, links: list[int]) -> 
 
 
 class TorchCopies:
-    """Copies by torch on a GPU, or between devices. The destinations are then read, to find the largest magnitude.
+    """Copies by torch on a GPU, or between devices.
 
-    A copy between devices takes many times as long as this reading. On one GPU, torch copies unusual views only.
+    After the copy, the largest magnitude of each destination is computed, which reads the destination once more. A copy
+    between devices takes many times as long as this. On one GPU, torch copies unusual views only.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:

@@ -1,12 +1,13 @@
 """Copies in host memory, by a few threads. `CopyPlan` makes and runs them.
 
 torch's own threads meet at a barrier after each tensor. If other processes (a trainer, other ranks) need the same
-cores, the threads wait there for one another most of the time, and 300 tensors take 5 to 10 times as long as one. Here
-each thread takes the next job until none is left.
+cores, the threads wait at the barrier most of the time, and 300 tensors take 5 to 10 times as long as one tensor of the
+same bytes. Here each thread takes the next job until no job is left.
 
-Rows of one dtype go through a compiled loop that sees NaN and infinity while it copies. If the whole copy is larger
-than the caches, the loop writes past them, which saves a third of the memory's traffic. torch copies pairs of two
-dtypes, and everything without a compiler, in pieces that are checked while they are still in the cache.
+A compiled loop copies rows of one dtype, and finds NaN and infinity while it copies. If the whole copy is larger than
+the caches, the loop bypasses the caches when it writes, which saves a third of the memory's traffic. torch copies pairs
+of two dtypes, and all pairs if there is no compiler. It copies pieces so small that they are still in the cache when
+they are checked.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ logger = logging.getLogger(__name__)
 Pair = tuple[Tensor, Tensor]
 """(destination, source)"""
 Piece = tuple[int, Tensor, Tensor]
-"""(number of the pair, a part of its destination, the same part of its source)"""
+"""(index of the pair, a part of its destination, the same part of its source)"""
 Job = Callable[[], Iterable[int]]
-"""A copy, which returns the pairs in which it saw NaN or infinity."""
+"""A function that copies, and returns the indices of the pairs in which it found NaN or infinity."""
 
 _MAX_THREADS = 16
 _BYTES_A_THREAD = 2**24
-"""The least bytes for which a further thread is woken: on busy cores it may wait a time slice until it runs."""
+"""The fewest bytes for which one more thread is started. On busy cores a thread may wait a time slice until it runs."""
 _ROW_BYTES = 64
 """The least bytes of a row for the compiled loop. torch copies shorter rows faster."""
 _PIECE_ELEMENTS = 32_704
 """Elements of a piece. torch copies fewer than 32,768 elements in the calling thread, without waking its own."""
 _BATCH_BYTES = 2**19
-"""Bytes that torch copies in one call before they are checked: they stay in a core's own cache."""
+"""Bytes that torch copies in one call before they are checked. They fit a core's own cache."""
 _LAST_CACHE_BYTES = 2**25
 """The size of the last cache if the system does not report it."""
 
@@ -54,7 +55,10 @@ class HostCopies:
     """Copies prepared for `threads` threads, by default as many as torch may use."""
 
     def __init__(self, pairs: Sequence[Pair], threads: int | None = None) -> None:
-        """`pairs` have equal shapes and must outlive this object, which keeps some of them as addresses only."""
+        """Source and destination of a pair have equal shapes.
+
+        The caller must keep the tensors alive, because this object keeps only the addresses of some of them.
+        """
         nbytes = sum(destination.nbytes for destination, _ in pairs)
         limit = threads or min(torch.get_num_threads(), _MAX_THREADS)
         self._threads = max(1, min(limit, nbytes // _BYTES_A_THREAD))
@@ -90,7 +94,7 @@ class HostCopies:
             helper.result()
 
     def nonfinite(self) -> list[int]:
-        """Return the pairs to whose destinations the last run wrote NaN or infinity."""
+        """Return the indices of the pairs whose destination received NaN or infinity in the last run."""
         return sorted(set(self._seen))
 
 
@@ -128,7 +132,7 @@ class _Block(NamedTuple):
 
 @functools.cache
 def _compiled_copy() -> CopyRows | None:
-    """Return the compiled loop, None without a compiler. The first call loads or compiles the library."""
+    """Return the compiled loop, or None if there is no compiler. The first call compiles or loads the library."""
     try:
         copy_rows = load_library().code.copy_rows
     except KernelsUnavailableError as error:
@@ -157,7 +161,7 @@ def _is_for_kernel(pair: Pair, rows: Rows) -> bool:
 
 
 def _cut_block(pair: Pair, rows: Rows, parts: int) -> Iterator[_Block]:
-    """Yield the arguments of `copy_rows` for about equal parts of the rows, or of the only row."""
+    """Yield the arguments of `copy_rows` for parts of about equal size: some rows each, or a piece of a single row."""
     destination, source = pair
     itemsize, exponents = destination.itemsize, _exponents(destination.dtype)
     to, start = destination.data_ptr(), source.data_ptr()
@@ -186,7 +190,7 @@ def _exponents(dtype: torch.dtype) -> int:
 
 
 def _cut_rows(pair: Pair, rows: Rows | None) -> list[Pair]:
-    """Return pieces that torch copies in one thread. A pair that is not two-dimensional stays whole."""
+    """Divide a pair into pieces that torch copies in one thread. A pair that is not two-dimensional is one piece."""
     if rows is None:
         return [pair]
     shape = (rows.rows, rows.columns)
@@ -209,10 +213,13 @@ def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _piece_job(copy_rows: CopyRows | None, batch: list[Piece]) -> Job:
-    """Return a job that copies a batch, then checks what was written: a conversion may overflow to infinity."""
+    """Return a job that copies a batch and checks the destinations, because a conversion may overflow."""
     looks: list[tuple[int, Callable[[], bool]]] = []
     spans: list[tuple[int, int, int, int]] = []
-    """(pair, address, bytes, exponents) of the memory that the compiled loop can check; neighbours are merged."""
+    """Return (pair, address, bytes, exponents) of the memory that the compiled loop can check.
+
+    Adjacent pieces of memory are merged.
+    """
     for i, destination, _ in batch:
         if copy_rows is None or not destination.is_contiguous():
             looks.append((i, partial(holds_nonfinite, destination)))

@@ -1,4 +1,4 @@
-"""The trainer's side of a process group: weights to servers on other hosts.
+"""The trainer's side of a process group, which sends weights to servers on other hosts.
 
 Use it for servers that cannot read the trainer's memory. The trainer's first rank calls it with engines over HTTP, or
 with any objects that have the two methods of `GroupMember`:
@@ -33,7 +33,10 @@ _ANSWER_SECONDS = 5.0
 
 
 class GroupMember(Protocol):
-    """The calls of an engine that this module uses. Each call returns when the server has done its part, or raises."""
+    """The methods of an engine that this module calls.
+
+    Each method returns when the server has completed the request, and raises if the server answers with an error.
+    """
 
     def init_weights_update_group(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -41,7 +44,7 @@ class GroupMember(Protocol):
 
 
 class BroadcastGroup:
-    """The trainer's membership in a group. `init_weights_update_group` makes it."""
+    """The trainer's membership in a group. `init_weights_update_group` creates it."""
 
     def __init__(
         self,
@@ -63,14 +66,17 @@ class BroadcastGroup:
         self.close()
 
     def close(self) -> None:
-        """Leave. The servers answer further updates with an error until the group is made again."""
+        """Leave the group.
+
+        The servers answer further updates with an error until a new group of this name is created.
+        """
         group, self._group, self._store = self._group, None, None
         if group is not None:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 in_thread(group.abort).result(self.timeout)
 
     def broadcast(self, parts: Iterable[Tensor]) -> None:
-        """Send contiguous byte tensors in order; on CUDA they were written on the current stream."""
+        """Send contiguous byte tensors in order. On CUDA, the sends begin after the work on the current stream."""
         group = self._opened()
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -101,9 +107,9 @@ def init_weights_update_group(
 ) -> BroadcastGroup:
     """Make a group of this process (rank 0) and all tensor-parallel ranks of `engines`, in that order.
 
-    `master_address` is this host as the servers reach it. The store listens there only, on a free port: each
-    group has a store of its own, so nothing that an earlier one left can be mistaken for this one's. It knows no
-    passwords: use a network that only the training job is on. Raise what a server answered, or
+    `master_address` is the address under which the servers reach this host. The store listens at this address only, on
+    a free port. Each group has a store of its own, so no group reads keys of an earlier group. The store has no
+    passwords: use a network that only the training job can access. Raise the error that a server answered, or
     WeightUpdateError after `timeout` seconds.
     """
     device, limit = torch.device(device), datetime.timedelta(seconds=timeout)
@@ -145,11 +151,12 @@ def broadcast_weights(
 ) -> list[Any]:
     """Send tensors to all engines of the group, and return their answers.
 
-    Without `bucket_bytes` this is one update: all names first, then each tensor by itself. With it, tensors are
-    taken from `named_tensors` and sent as they come, concatenated into buckets of about that many bytes: for many
-    small tensors, or when `named_tensors` makes full tensors one by one. Each bucket is then a call of its own; put
-    `engine.begin_weight_update()` and `end_weight_update()` around them to make them one version.
-    `options` go to `update_weights_from_distributed` (weight_version, mode, ...). On any error the group is closed.
+    Without `bucket_bytes` the tensors are one update: all names are sent first, then each tensor in a broadcast of its
+    own. With `bucket_bytes`, tensors are read from `named_tensors`, concatenated into buckets of about that many bytes,
+    and sent bucket by bucket. This suits many small tensors, or a `named_tensors` that computes full tensors one by
+    one. Each bucket is then an update of its own. Call `engine.begin_weight_update()` before and `end_weight_update()`
+    after to make all buckets one version. `options` are passed to `update_weights_from_distributed` (weight_version,
+    mode, ...). On any error the group is closed.
     """
     if bucket_bytes is None:
         return _send(group, list(named_tensors), flattened=False, options=options)
@@ -197,7 +204,10 @@ def _send(
 
 
 def _all(calls: list[Future[Any]], own: Future[Any], timeout: float | None, what: str) -> None:
-    """Wait for the engines' answers and for our own part; raise the first error. The engines bound their calls."""
+    """Wait for the engines' answers and for this rank's broadcasts. Raise the first error.
+
+    The engines' calls have time limits of their own.
+    """
     done, pending = wait([*calls, own], timeout, FIRST_EXCEPTION)
     if own in done and own.exception() is not None:
         done |= wait(calls, _ANSWER_SECONDS, FIRST_EXCEPTION).done  # a server knows better what went wrong

@@ -1,8 +1,8 @@
 """A child process that is this server rank's member of a Gloo group.
 
-`process_group` starts one for each group that it joins over Gloo, and kills it to leave. A fault of the group, also
-one that ends the process, ends only this child (about 220 MB of memory while the group exists). Parent and child
-talk JSON over a socket; the data goes through a memfd of the parent, which the child maps.
+`process_group` starts one for each group that it joins over Gloo, and kills it to leave. So a fault of the group that
+ends a process ends only this child. The child takes about 220 MB of memory while the group exists. Parent and child
+exchange JSON over a socket. The child receives the data into a memfd of the parent, which the child maps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class GlooMember:
-    """The parent's side. `abort` may be called from any thread, also while another one receives."""
+    """The parent's side. Any thread may call `abort`, even while another thread receives."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -58,7 +58,7 @@ class GlooMember:
             raise
 
     def join(self, req: Meeting, group_rank: int, address: str, timeout: float) -> None:
-        """Join the group. Raise RuntimeError if it does not form within `timeout` seconds."""
+        """Join the group. Raise RuntimeError if not all ranks have joined within `timeout` seconds."""
         self._send(
             host=req.master_address,
             port=req.master_port,
@@ -71,7 +71,10 @@ class GlooMember:
         self._answer(timeout)
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return bytes that the child can receive into, uint8 [nbytes]. Raise MemoryError if the host lacks them."""
+        """Return a buffer for the child to receive into, uint8 [nbytes].
+
+        Raise MemoryError if the host lacks the memory.
+        """
         if nbytes > _available_bytes():
             raise MemoryError(f"{nbytes:,} bytes are more than this host has left; send smaller buckets")
         fd = os.memfd_create("verl-weight-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -87,7 +90,7 @@ class GlooMember:
         return buffer
 
     def free(self, buffer: Tensor) -> None:
-        """Close the file of a buffer. The memory is freed with the last tensor in it."""
+        """Close the file of a buffer. The memory is freed with the last tensor that uses it."""
         os.close(self._files.pop(buffer.data_ptr()))
 
     def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
@@ -103,7 +106,7 @@ class GlooMember:
         return run
 
     def abort(self) -> None:
-        """End the child, whatever it is doing."""
+        """Kill the child."""
         self._process.kill()
         self._process.wait()
 
@@ -122,7 +125,10 @@ class GlooMember:
 
 
 def _available_bytes() -> int:
-    """Return the bytes that can be reserved. Reserving more would call the system's out-of-memory killer."""
+    """Return the number of bytes that can be reserved.
+
+    A larger reservation would start the system's out-of-memory killer.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 
@@ -137,7 +143,10 @@ def _child_env() -> dict[str, str]:
 
 
 def main(connection: Connection, parent: int) -> None:
-    """Join, then receive until the parent is gone. Answer every message with an error, or with nothing."""
+    """Join the group, then receive until the parent ends.
+
+    Answer every message with an error text, or with an empty reply.
+    """
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection.send_bytes(b"")
@@ -159,7 +168,7 @@ def main(connection: Connection, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the parent is gone, even in a receive, which may last minutes."""
+    """End this process when the parent has ended, even during a receive, which may last minutes."""
     pidfd = os.pidfd_open(parent)
     wait_readable(pidfd)
     os._exit(1)
@@ -174,7 +183,10 @@ def _join(
 
 
 def _receive(group: dist.ProcessGroup, path: str, nbytes: int, parts: list[list[int]]) -> None:
-    """Receive each part. Gloo accepts fewer bytes than announced, so the end of each part shows if it was written."""
+    """Receive each part of the buffer.
+
+    Gloo accepts fewer bytes than were announced. So a mark at the end of each part shows if the whole part was written.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         memory = mmap.mmap(fd, max(1, nbytes))

@@ -1,6 +1,6 @@
-"""The connections of a weight-update group, on either side, and the sign that the trainer has died.
+"""The connections of a weight-update group for both sides, and the detection of a trainer that died.
 
-`process_group` (the servers' side) and `broadcast` (the trainer's) build on this.
+`process_group` (the servers' side) and `broadcast` (the trainer's side) use this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NCCL_SETTINGS = {
 
 
 class Meeting(Protocol):
-    """Address of the group and rank in it: the fields of `InitWeightsUpdateGroupReq`."""
+    """Address of the group, and this process's rank in the group: the fields of `InitWeightsUpdateGroupReq`."""
 
     master_address: str
     master_port: int
@@ -46,10 +46,10 @@ class Meeting(Protocol):
 def connect_gloo(
     group_name: str, store: Store, rank: int, world_size: int, address: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """Return a new Gloo group on `store` when all ranks have joined. They reach this rank at `address`.
+    """Return a new Gloo group on `store` when all ranks have joined. The other ranks reach this rank at `address`.
 
-    Neither this nor `connect_nccl` uses torch.distributed's default group or its table of names. So a name may be used
-    again, and `dist.destroy_process_group()` of the surrounding program leaves the group alone.
+    Neither this function nor `connect_nccl` uses torch.distributed's default group or its table of names. So a name may
+    be used again, and `dist.destroy_process_group()` of the surrounding program does not destroy the group.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Gloo gets the address, because a tensor-parallel server sets GLOO_SOCKET_IFNAME to its loopback.
@@ -77,7 +77,8 @@ def nccl_group(store: Store, rank: int, world_size: int, device: torch.device) -
 def _prefixed(store: Store, group_name: str, device_type: str) -> Store:
     """Return `store` with the prefixes of SGLang's trainers.
 
-    They pass `PrefixStore(group_name, store)` to torch's `_new_process_group_helper`, which adds two more.
+    These trainers pass `PrefixStore(group_name, store)` to torch's `_new_process_group_helper`, which adds two more
+    prefixes.
     """
     return PrefixStore(f"{device_type}/", PrefixStore(f"{group_name}/", PrefixStore(group_name, store)))
 
@@ -97,7 +98,7 @@ def _group_of(
 
 
 class Lifeline:
-    """A silent connection to the process that hosts the store: it ends when that process does."""
+    """An idle connection to the process that hosts the store. The connection closes when that process ends."""
 
     def __init__(self) -> None:
         self.lost: Future[None] = Future()
@@ -139,7 +140,7 @@ class Lifeline:
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread: what may never end must not keep this process from ending."""
+    """Run `work` in a daemon thread. `work` may never return, and must not keep this process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -156,7 +157,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Set variables that torch reads when a group is made, for that group."""
+    """Set the environment variables that torch reads when it creates a group, while one group is created."""
     before = {key: os.environ.get(key) for key in settings}
     os.environ.update(settings)
     try:

@@ -1,23 +1,23 @@
-"""Weights over a process group: how a server rank joins trainers of other hosts, and receives what they broadcast.
+"""Weights over a process group: a server rank joins trainers on other hosts, and receives their broadcasts.
 
 The stager of each rank holds one `WeightGroup` for each name. The layout is that of SGLang and of vLLM, so their
-trainers can be used as they are: rank 0 is the trainer, which hosts the store and is the source of every broadcast;
-server rank i of an engine is `rank_offset + i`. The two differ in how the ranks meet (`rendezvous`: `group_connection`,
-`unique_id`), in the content of one broadcast (`load_format`), and in who describes the tensors: the request, or the
-trainer's own broadcasts (`state_dicts`). `broadcast` has the trainer's side.
+trainers work without a change: rank 0 is the trainer, which hosts the store and is the source of every broadcast;
+server rank i of an engine is `rank_offset + i`. SGLang and vLLM differ in how the ranks meet (`rendezvous`:
+`group_connection`, `unique_id`), in the content of one broadcast (`load_format`), and in who describes the tensors: the
+request, or the trainer's own broadcasts (`state_dicts`). `broadcast` has the trainer's side.
 
-Two things must hold. *Bounded*: joining, and the arrival of a window, end within `timeout` seconds, and at once
-when the process that hosts the store dies. *Only the group dies*: no fault in it may hang or end the server.
-After a fault the group is broken: each further call raises, until the group was destroyed and joined again. The group
-does not heal, because both sides count their broadcasts. The two backends need different means:
+Two invariants hold. *Bounded waits*: a join and the wait for a window end within `timeout` seconds, and at once if the
+process that hosts the store dies. *Only the group dies*: no fault of the group hangs or ends the server. After a fault
+the group is broken: each further call raises, until the group is destroyed and joined again. A broken group cannot be
+repaired, because both sides count their broadcasts. The two backends need different means:
 
-- Gloo ends the process, from a thread of its own, when more bytes come than were expected. So the member is a
-  child process (`gloo_member`), which receives into memory that it shares with the server.
-- NCCL receives with a kernel on the GPU, which spins until data comes. The kernel has a stream of its own, and a
-  thread that waits for it. On a fault the group is aborted, which ends the kernel. NCCL's own watchers, which end the
-  process, are off for these groups. Other code must wait for its own streams and events meanwhile, never for the
-  device. If the server's ranks use NCCL among themselves (tensor parallelism), two communicators are in flight
-  without an order between them, for which NCCL gives no guarantee: receive while no step runs.
+- Gloo ends the process, from a thread of its own, when more bytes come than were expected. So the member is a child
+process (`gloo_member`), which receives into memory that it shares with the server. - NCCL receives with a kernel on the
+GPU, which spins until data comes. The kernel has a stream of its own, and a thread that waits for it. On a fault the
+group is aborted, which ends the kernel. NCCL's own watchers, which end the process, are off for these groups. While a
+transfer runs, other code must wait for its own streams and events, never for the whole device. If the server's ranks
+use NCCL among themselves (tensor parallelism), two communicators are in flight without an order between them, for which
+NCCL gives no guarantee: receive while no step runs.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ logger = logging.getLogger(__name__)
 
 
 class Member(Protocol):
-    """This rank's end of a group, as `WeightGroup` uses it."""
+    """The interface of a backend: this rank as a member of a group."""
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return a buffer of `nbytes` bytes to receive into."""
 
     def free(self, buffer: Tensor) -> None:
-        """Stop receiving into the buffer. Its memory is freed with the last tensor in it."""
+        """Stop receiving into the buffer. The memory is freed with the last tensor that uses it."""
 
     def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
         """Return a function that waits, in any thread, for one broadcast into each (start, bytes) of the buffer.
 
-        The broadcasts begin after the work that the caller's current stream has now. The function raises RuntimeError
+        The broadcasts begin after the work that is on the caller's current stream now. The function raises RuntimeError
         if the group fails.
         """
 
     def abort(self) -> None:
-        """End the broadcasts in flight and the membership."""
+        """Abort the broadcasts in flight, and leave the group."""
 
 
 class WeightGroup:
-    """This rank's membership in one group. One thread receives at a time; any thread may close."""
+    """This rank's membership in one group. Only one thread may receive at a time. Any thread may close."""
 
     def __init__(self, name: str, member: Member, lifeline: Lifeline, timeout: float) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class WeightGroup:
 
         With Gloo, return when all ranks have joined. With NCCL, as in SGLang, return when the trainer's store answers:
         the ranks meet in the first broadcast. `device` has the server's weights; over Gloo, tensors arrive on the CPU.
-        Raise BadRequestError for an impossible layout, WeightUpdateError if the group did not form.
+        Raise BadRequestError for an impossible layout, and WeightUpdateError if not all ranks joined.
         """
         _check_layout(req, rank, device)
         lifeline = Lifeline()
@@ -125,12 +125,12 @@ class WeightGroup:
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield (name, tensor) lists as they arrive: all at once if they fit `window_bytes`, else in windows.
 
-        A window has at most half of `window_bytes` (or one tensor that is larger), and the next one arrives while
-        the caller copies: use its tensors on the current stream, before asking for more. "flattened_bucket" is one
-        window, as large as the sender made it, and so is each bucket of "packed", which ends with the tensor that
-        makes it larger than `bucket_bytes`. Leaving the iterator early breaks the group. Raise
-        BadRequestError, or WeightUpdateError if not everything arrived; both break the group, for the trainer
-        counts on its broadcasts being received.
+        A window has at most half of `window_bytes` (or one tensor that is larger). The next window arrives while the
+        caller copies, so use a window's tensors on the current stream, before you ask for the next window. With
+        "flattened_bucket", the sender's bucket is one window. With "packed", each bucket is one window, and ends with
+        the tensor that makes it larger than `bucket_bytes`. A caller that leaves the iterator early breaks the group.
+        Raise BadRequestError for a wrong request, and WeightUpdateError if not everything arrived. Both break the
+        group, because the trainer's broadcasts were not received.
         """
         with self._update() as buffers:
             windows = windows_of(names, dtypes, shapes, load_format, window_bytes, bucket_bytes)
@@ -140,10 +140,11 @@ class WeightGroup:
             yield from self._pipeline(windows, buffers)
 
     def receive_state_dicts(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the (name, tensor) list of each state dict of an update that announces itself (`state_dicts`).
+        """Yield the (name, tensor) list of each state dict of an update that describes itself (`state_dicts`).
 
-        Each list has memory of its own. Leaving the iterator early breaks the group, and so do the errors:
-        BadRequestError for an announcement that is refused, WeightUpdateError if not everything arrived.
+        Each list has memory of its own. Raise BadRequestError for a description that is refused, and WeightUpdateError
+        if not everything arrived. These errors break the group. A caller that leaves the iterator early breaks the
+        group, too.
         """
         with self._update() as buffers:
             number = self._bytes(NUMBER_BYTES, "the number of state dicts", buffers)
@@ -156,11 +157,11 @@ class WeightGroup:
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing can be received any more: the group broke, or the process that hosts its store ended."""
+        """True if nothing can be received any more: the group is broken, or the process of the store ended."""
         return bool(self.broken) or self._lifeline.lost.done()
 
     def close(self) -> None:
-        """Leave the group. Bounded; the other members need not leave at the same time."""
+        """Leave the group, within a time limit. The other members need not leave at the same time."""
         self.broken = self.broken or "it was destroyed"
         self._lifeline.close()
         self._abort()
@@ -169,9 +170,9 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def _update(self) -> Iterator[list[Tensor]]:
-        """Bound one update. Yield the list of the buffers that must be freed after it.
+        """Enclose one update. Yield a list, to which the update appends the buffers that must be freed at its end.
 
-        Anything but the update's end breaks the group. Raise WeightUpdateError if the group is broken already.
+        Any error, or an early exit, breaks the group. Raise WeightUpdateError if the group is broken already.
         """
         if self.broken:
             raise WeightUpdateError(
@@ -209,7 +210,10 @@ class WeightGroup:
         return buffer
 
     def _pipeline(self, windows: list[Window], buffers: list[Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the tensors of each window. One buffer is filled while the caller copies from the other one."""
+        """Yield the tensors of each window.
+
+        There are two buffers: one receives while the caller copies from the other.
+        """
         arrival = in_thread(self._member.receiving(buffers[0], windows[0].parts()))
         for index, window in enumerate(windows):
             self._await(arrival, _named(window))
@@ -219,7 +223,10 @@ class WeightGroup:
             yield window.tensors(buffers[index % 2])
 
     def _await(self, arrival: Future[None], what: str) -> None:
-        """Return when `what` has arrived. Raise WeightUpdateError if the trainer is gone, failed, or is too slow."""
+        """Return when the transfer is complete. Raise WeightUpdateError if the trainer ended, failed, or is too slow.
+
+        `what` names the transfer in the error.
+        """
         done, _ = wait([arrival, self._lifeline.lost], self._timeout, FIRST_COMPLETED)
         if self.broken:  # check this first, because NCCL's kernel ends without an error when it is aborted
             raise WeightUpdateError(f"The group '{self.name}' was destroyed before {what} arrived.")
@@ -246,7 +253,7 @@ class WeightGroup:
             self._abort()
 
     def _abort(self) -> None:
-        """End the transfer in flight: NCCL's kernel leaves the GPU, and Gloo's sockets close."""
+        """Abort the transfer in flight: NCCL's kernel ends, and Gloo's sockets close."""
         try:
             in_thread(self._member.abort).result(self._timeout)
         except TimeoutError:
@@ -269,7 +276,7 @@ class NcclMember:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def meet(self) -> None:
-        """Wait for the other ranks, in the sum of one number with which vLLM's ranks begin."""
+        """Wait for the other ranks in an all-reduce of one number, with which vLLM's ranks begin."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._group.allreduce([torch.zeros(1, device=self._device)]).wait()
             self._stream.synchronize()
@@ -278,7 +285,7 @@ class NcclMember:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def free(self, buffer: Tensor) -> None:
-        """Do nothing: the buffer came from the caller's stream, which is done with it first."""
+        """Do nothing: torch's allocator reuses the buffer only after the caller's stream has used it."""
 
     def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
         before = torch.cuda.current_stream(self._device).record_event()
@@ -302,7 +309,7 @@ class NcclMember:
 
 
 def _named(window: Window) -> str:
-    """Name the tensors of a window in an error."""
+    """Return the names of a window's tensors for an error."""
     return f"'{window.names[0]}'" + (f" and {len(window.names) - 1} more" if len(window.names) > 1 else "")
 
 

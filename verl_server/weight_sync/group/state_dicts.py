@@ -1,4 +1,4 @@
-"""Updates that announce themselves: prime-rl's trainers broadcast the description of the tensors before the tensors.
+"""Updates whose broadcasts describe their tensors: prime-rl's trainers broadcast a description before the tensors.
 
 `WeightGroup.receive_state_dicts` receives such an update and calls the functions here. An update is, in this order:
 
@@ -26,7 +26,7 @@ NUMBER_BYTES = 8
 """Bytes of a number: an int64 in the byte order of the hosts, which is little-endian."""
 MOST_STATE_DICTS = 10_000
 MOST_HEADER_BYTES = 16 << 20
-"""A state dict of 100,000 tensors has a smaller header."""
+"""The most bytes of a header. The header of a state dict with 100,000 tensors is smaller."""
 _MOST_DIMENSIONS = 16
 _MOST_ELEMENTS = 2**48
 _DTYPES = (
@@ -77,7 +77,7 @@ def _entry(dtype: torch.dtype, entry: Any) -> tuple[str, torch.dtype, list[int]]
 
 
 def _size(sizes: Any = ()) -> tuple[int, ...]:
-    """Build a shape. It is bounded here, because a pickle may name one long tuple for each of its tensors."""
+    """Build a shape. Its length is bounded here, because a pickle may use one long tuple for each of its tensors."""
     if not isinstance(sizes, (tuple, list)) or len(sizes) > _MOST_DIMENSIONS:
         raise ValueError(f"a shape that is not a tuple of at most {_MOST_DIMENSIONS} integers")
     if not all(type(size) is int and 0 <= size < _MOST_ELEMENTS for size in sizes):
@@ -86,4 +86,4 @@ def _size(sizes: Any = ()) -> tuple[int, ...]:
 
 
 _GLOBALS: Globals = {("torch", "Size"): Function(_size), **{("torch", name): name for name in _DTYPES}}
-"""Everything that a header may name. A dtype stands for its name."""
+"""The globals that a header may contain. A dtype is read as its name."""

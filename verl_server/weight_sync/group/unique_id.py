@@ -1,8 +1,8 @@
 """Join an NCCL group by vLLM's recipe: the trainer puts NCCL's unique id into its store as a pickle.
 
-`process_group` calls this for a group with `rendezvous="unique_id"`. The pickle is parsed as data. Torch's NCCL group
-then finds the id in a store of this process, so that both recipes share streams, bounds and aborts. After it joined,
-each rank of vLLM sums one number (`NcclMember.meet`).
+`process_group` calls this for a group with `rendezvous="unique_id"`. The pickle is parsed as data. This process puts
+the id into a store of its own, where torch's NCCL group finds it. So both recipes share streams, time limits and
+aborts. After the join, vLLM's ranks all-reduce one number (`NcclMember.meet`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from verl_server.weight_sync.group.group_connection import nccl_group
 from verl_server.weight_sync.pickle_reader import Function, Globals, read_pickle
 
 _PUBLISHED_KEY = "broadcast_from/0/0"
-"""Key of the first object that rank 0 of vLLM's StatelessProcessGroup broadcasts."""
+"""Store key of the first object that rank 0 of vLLM's StatelessProcessGroup broadcasts."""
 _TORCH_KEY = "0"
-"""Key under which torch's ProcessGroupNCCL looks for the unique id of its first communicator."""
+"""Store key under which torch's ProcessGroupNCCL looks up the unique id of its first communicator."""
 _ID_BYTES = 128
 _MOST_PICKLE_BYTES = 4096
 
 
 def connect_by_unique_id(store: Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup:
-    """Wait for the trainer's unique id in `store`, and return the NCCL group of that id. Raise RuntimeError.
+    """Wait for the trainer's unique id in `store`, and return the NCCL group of that id.
 
-    The ranks meet in the first collective.
+    The ranks connect in the first collective. Raise RuntimeError if the id does not arrive in time.
     """
     try:
         unique_id = read_unique_id(store.get(_PUBLISHED_KEY))
@@ -51,7 +51,7 @@ def read_unique_id(data: bytes) -> bytes:
 
 
 def _structure(cls: Any, state: Any) -> bytes:
-    """Return the memory of a ctypes structure, which `_ctypes._unpickle` would copy into a new one."""
+    """Return the bytes of a pickled ncclUniqueId, without the call of `_ctypes._unpickle`."""
     if cls != "ncclUniqueId" or not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[1], bytes):
         raise ValueError("a structure that is not an ncclUniqueId")
     return state[1]
@@ -61,4 +61,4 @@ _GLOBALS: Globals = {
     ("_ctypes", "_unpickle"): Function(_structure),
     ("vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"): "ncclUniqueId",
 }
-"""Everything that the pickle may name."""
+"""The globals that the pickle may contain."""

@@ -1,6 +1,7 @@
-"""`Window`: consecutive tensors of one update over a process group, and where each of them is in a buffer.
+"""`Window`: consecutive tensors of one update over a process group, and the place of each tensor in a buffer.
 
-`process_group` receives a window at a time. `windows_of` cuts an update that a request describes into windows.
+`process_group` receives one window after the other. `windows_of` divides an update that a request describes into
+windows.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from torch import Tensor
 from verl_server.errors import BadRequestError
 
 _ALIGNMENT = 256
-"""Bytes between the starts of tensors in a window: any dtype may begin there."""
+"""Alignment of tensors in a window, in bytes. It suits every dtype."""
 
 
 class Window:
-    """Consecutive tensors of one update, and where each lies in a buffer."""
+    """Consecutive tensors of one update, and the place of each tensor in a buffer."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -37,11 +38,11 @@ class Window:
         self.nbytes = end
 
     def parts(self) -> list[tuple[int, int]]:
-        """Return (start, bytes) in the buffer of each broadcast, in order."""
+        """Return (start, bytes) of each broadcast in the buffer, in the order of the broadcasts."""
         return self._parts
 
     def tensors(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
-        """Return views into `buffer`, and copies of tensors that a bucket of mixed dtypes puts at an odd byte."""
+        """Return the tensors as views into `buffer`. A tensor that is not aligned for its dtype is a copy."""
         result = []
         for name, (dtype, shape, start, nbytes) in zip(self.names, self._items, strict=True):
             data = buffer[start : start + nbytes]
@@ -61,7 +62,7 @@ def windows_of(
     window_bytes: int,
     bucket_bytes: int,
 ) -> list[Window]:
-    """Cut an update into windows, between two broadcasts. BadRequestError if its lists do not describe tensors."""
+    """Divide an update into windows of whole broadcasts. Raise BadRequestError if its lists do not describe tensors."""
     everything, windows = Window(), [Window()]
     for bucket in _buckets(names, dtypes, shapes, load_format, bucket_bytes):
         everything.add(bucket)

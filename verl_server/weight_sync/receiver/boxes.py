@@ -1,7 +1,7 @@
-"""Boxes: where a shard lies in its full tensor, what it shares with another, and whether shards tile the tensor.
+"""Arithmetic of boxes: the place of a shard in its full tensor, intersections, and the check of a tiling.
 
-Pure arithmetic for `plan`. A box has a half-open range for each dimension. Boxes that came over the wire are checked
-before anything here takes time in proportion to more than their number.
+`plan` and `sources` call it. A box has a half-open range for each dimension. Boxes from the wire are checked first, so
+that the time of every function is bounded by the number of boxes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) in each dimension of the full tensor."""
 
 _MOST_CELLS = 1 << 22
-"""Most cells of the grid into which the borders of all shards cut a tensor. n shards of a mesh make n cells."""
+"""The most cells of the grid into which the borders of all shards divide a tensor. n shards of a mesh make n cells."""
 
 
 def box_at(offset: Sequence[int], shape: Sequence[int]) -> Box:
@@ -35,21 +35,21 @@ def volume(box: Box) -> int:
 
 
 def common_box(a: Box, b: Box) -> Box | None:
-    """Return the box that both boxes contain, or None if they share nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def index_in(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the index of `inner` in a tensor that holds `outer`."""
+    """Return the index that selects the box `inner` from a tensor that holds the box `outer`."""
     return tuple(slice(p[0] - q[0], p[1] - q[0]) for p, q in zip(inner, outer, strict=True))
 
 
 def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Raise WeightUpdateError unless `boxes` (distinct, not empty, inside `shape`) are disjoint and cover `shape`.
 
-    The borders of all boxes cut the tensor into a grid of cells; each box takes its cells, so no more cells are
-    ever taken than there are.
+    The borders of all boxes divide the tensor into a grid of cells. Each box marks its cells. A cell that is marked
+    twice raises the error at once, so the time is bounded by the number of cells.
     """
     full = box_at([0] * len(shape), shape)
     if list(boxes) == [full] or volume(full) == 0:
@@ -78,7 +78,7 @@ def spoken(box: Box) -> str:
 
 
 def _first_gap(taken: NDArray[np.bool_], cuts: list[list[int]]) -> Box:
-    """Return the first free cell, extended as far as it goes, last dimension first."""
+    """Return the largest free box that begins at the first free cell, extended along the last dimension first."""
     gap = [slice(int(i), int(i) + 1) for i in np.unravel_index(int(taken.argmin()), taken.shape)]
     for d in reversed(range(len(gap))):
         while gap[d].stop < taken.shape[d]:

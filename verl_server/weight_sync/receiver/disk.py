@@ -1,14 +1,15 @@
-"""A folder of safetensors as a source of weights: read, not mapped, and only what this rank needs.
+"""A folder of safetensors as a source of weights. The files are read, not mapped, and only this rank's part of them.
 
-The stager opens a `Checkpoint`, passes its `tensors` to the receiver's `plan` like any full tensors, and then calls
-`read` with the plan's sources: exactly those bytes are read from the files, while generation goes on. The commit
-copies from memory and waits for no disk.
+The stager opens a `Checkpoint`, passes its `tensors` to the receiver's `plan` like other full tensors, and then calls
+`read` with the plan's sources. `read` reads exactly those bytes from the files, while generation continues. The commit
+copies from memory and does not wait for a disk.
 
-The tensors lie in one anonymous mapping as large as the checkpoint, of which only the pages that are read into
-take memory. Files mapped instead would cost less memory, but the page cache may have dropped them by the commit,
-a file that is cut off meanwhile is SIGBUS (the end of the server), and one that is rewritten meanwhile is a silent
-mixture of two checkpoints. Here the first is a short read, and the second shows in the file's times: both are
-ordinary errors before anything was written.
+The tensors lie in one anonymous mapping as large as the checkpoint, of which only the pages that are read into take
+memory. Mapped files would take less memory, but would have three faults. The page cache may drop the file's pages
+before the commit. If another process cuts a file off, a read of the mapping is SIGBUS, which ends the server. If
+another process rewrites a file, the weights are a silent mixture of two checkpoints. With reads, a file that was cut
+off is a short read, and a rewritten file is detected by its times. Both raise an ordinary error before any weight is
+written.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ _MAX_HEADER_BYTES = 100 * 2**20
 _MAX_DIM = 16
 _ALIGNMENT = 64
 _CHUNK_BYTES = 16 * 2**20
-"""One read; also the scratch of a reader that takes columns out of whole rows."""
+"""Bytes of one read, and of the scratch buffer from which columns are copied out of whole rows."""
 _RUN_BYTES = 256 * 1024
-"""Contiguous parts from this size on are read one by one, smaller ones with what lies between them."""
+"""A contiguous part of at least this many bytes is read alone.
+
+Smaller parts are read together with the bytes between them.
+"""
 _READERS = 4
-"""Reads in flight: a fast disk wants several."""
+"""Number of reads in flight. A fast disk needs several to reach its bandwidth."""
 
 
 class _Entry(msgspec.Struct):
@@ -58,7 +62,7 @@ class _File:
     path: Path
     fd: int
     identity: tuple[int, ...]
-    """Changes when the file is written or replaced."""
+    """Identity and times of the file, which change when the file is written or replaced."""
     start: int
     """Byte offset of the file's data in the mapping."""
     data_offset: int
@@ -67,7 +71,7 @@ class _File:
 
 
 class Checkpoint:
-    """An open checkpoint. `tensors` may be shaped, sliced and planned with, but hold zeros until they were `read`."""
+    """An open checkpoint. `tensors` have shapes and may be sliced, but hold zeros until `read` has read them."""
 
     def __init__(self, folder: str | Path) -> None:
         """Open all files and check their headers. Raise BadRequestError, which names the file and the fault."""
@@ -92,7 +96,7 @@ class Checkpoint:
         self.close()
 
     def read(self, views: Iterable[Tensor]) -> None:
-        """Fill views of `tensors` from the files. WeightUpdateError if a file is not what it was when opened."""
+        """Fill views of `tensors` from the files. Raise WeightUpdateError if a file changed since it was opened."""
         readers = ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint")
         try:
             for done in [readers.submit(self._read_view, view) for view in views]:
@@ -103,7 +107,7 @@ class Checkpoint:
             _check_untouched(file)
 
     def close(self) -> None:
-        """Close the files. What was read stays, as long as somebody holds a tensor."""
+        """Close the files. The memory that was read stays until the last tensor on it is freed."""
         for file in self._files:
             os.close(file.fd)
         self._files = []
@@ -154,13 +158,13 @@ class Checkpoint:
                 self._read_view(part)
 
     def _read_span(self, start: int, nbytes: int) -> None:
-        """Bytes of the mapping that are contiguous in a file too."""
+        """Read a range of bytes of the mapping that is also contiguous in one file."""
         target = memoryview(self._map)[start : start + nbytes]
         file = self._file_at(start)
         _read(file, target, start - file.start + file.data_offset)
 
     def _read_columns(self, view: Tensor) -> None:
-        """Read some columns of a matrix: whole rows pass through a scratch buffer, and the columns are kept."""
+        """Read some columns of a matrix: read whole rows into a scratch buffer, and copy the columns from it."""
         pitch, width = view.stride(0) * view.itemsize, view.shape[1] * view.itemsize
         start = view.data_ptr() - self._memory.data_ptr()
         file = self._file_at(start)

@@ -1,8 +1,9 @@
 """`MemoryFile`: the file behind a trainer's shared memory, read with `pread`.
 
-`open_memory` reads a view this way if mapping it is not safe: another process can cut off a file that is not sealed,
-and a read of a mapping beyond the end of its file is SIGBUS, the end of the server. `pread` returns fewer bytes
-instead. It also reads the holes of a sparse file as zeros, while a read of a mapped hole allocates a page.
+`open_memory` reads a view this way if a mapping of the view would not be safe: another process can cut off a file that
+is not sealed, and a read of a mapping beyond the end of its file is SIGBUS, which ends the server. `pread` returns
+fewer bytes instead. `pread` also reads the holes of a sparse file as zeros without memory, while a read of a mapped
+hole allocates a page.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from verl_server.errors import WeightUpdateError
 from verl_server.weight_sync.shm_file import read_exactly
 
 _MOST_SPREAD = 16
-"""Most bytes of memory that are touched for each byte of a view."""
+"""The most bytes of memory that are read for each byte of a view."""
 _MOST_ROWS = 1 << 18
-"""Rows that are read one by one for a view, a microsecond each."""
+"""The most rows of a view that are read one by one. Each read takes a microsecond."""
 
 
 class MemoryFile:
     """An open file that holds an allocation. Closed with the last reference to it."""
 
     def __init__(self, fd: int, path: str, start: int = 0) -> None:
-        """Take over `fd`. `start`: bytes from the start of the file to the allocation."""
+        """Take ownership of `fd`. `start` is the number of bytes from the start of the file to the allocation."""
         self.fd, self.path, self._start = fd, path, start
         weakref.finalize(self, os.close, fd)
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from a byte of the allocation. Raise WeightUpdateError if the file ends before."""
+        """Fill `buffer` from a byte of the allocation on. Raise WeightUpdateError if the file ends too early."""
         try:
             read_exactly(self.fd, buffer, self._start + offset, self.path)
         except OSError as error:
@@ -60,27 +61,27 @@ class FileView:
         self._row_bytes = row * dtype.itemsize
         self._memory = torch.empty(len(starts) * self._row_bytes, dtype=torch.uint8)
         self.data = self._memory.view(dtype).as_strided(tuple(shape), tuple(stride))
-        """The view, in memory of this process. Undefined before `read`."""
+        """The copy of the view in memory of this process. Its values are undefined before `read`."""
 
     def read(self) -> None:
-        """Copy the elements as they are now. Raise WeightUpdateError if the file was cut off."""
+        """Copy the present values of the elements. Raise WeightUpdateError if the file was cut off."""
         memory, size = self._memory.numpy().data, self._row_bytes
         for i, offset in enumerate(self._offsets):
             self._file.read(memory[i * size : (i + 1) * size], offset)
 
 
 def elements_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the elements of the memory from the first to the last element of a view that is not empty."""
+    """Return the number of elements of memory from the first to the last element of a non-empty view."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def is_spread(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return True if there is far more memory between the elements of a view than in them."""
+    """Return True if a view spans far more memory than its elements take."""
     return elements_spanned(shape, stride) > _MOST_SPREAD * math.prod(shape)
 
 
 def is_scattered(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> bool:
-    """Return True if a view's pages are far more memory than its elements, because its rows are short."""
+    """Return True if the pages of a view take far more memory than its elements, because the rows are short."""
     if not is_spread(shape, stride):
         return False
     row = math.prod(shape[_row_dim(shape, stride) :]) * itemsize
@@ -88,7 +89,7 @@ def is_scattered(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> 
 
 
 def _row_dim(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the first of the last dimensions whose elements lie one behind the other."""
+    """Return the first dimension of the contiguous tail of a view: its last dimensions whose elements are adjacent."""
     dim, size = len(shape), 1
     while dim and (stride[dim - 1] == size or shape[dim - 1] == 1):
         dim -= 1
@@ -97,7 +98,7 @@ def _row_dim(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _rows(shape: Sequence[int], stride: Sequence[int]) -> tuple[list[int], int, list[int]]:
-    """(start of each row, elements of a row, strides of the rows one behind the other), all in elements."""
+    """Return (start of each row, length of a row, strides of the rows when they are packed), all in elements."""
     split = _row_dim(shape, stride)
     count = math.prod(shape[:split])
     if count > _MOST_ROWS:

@@ -1,8 +1,9 @@
-"""Trainers' names for parameters, turned into the model's.
+"""Converts trainers' names of parameters into the model's names.
 
-`WeightReceiver` asks before it looks at any memory. DDP, torch.compile, FSDP, activation checkpointing and PEFT
-put segments into names; the model here has none of them, so they are taken out where the name is not the
-model's as it stands.
+`WeightReceiver` converts names before it opens memory.
+
+DDP, torch.compile, FSDP, activation checkpointing and PEFT add segments to names. The model of the server has no such
+segments. So they are removed from a name that is not a name of the model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from verl_server.models.loader import WeightMap
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _LISTED, _LONGEST = 8, 200
-"""Names that an error lists, and characters of each: names come over the wire and may be long."""
+"""The most names in an error message, and the most characters of a name. Names from the wire may be long."""
 
 
 class ModelNames:
@@ -25,10 +26,10 @@ class ModelNames:
         self._map = weight_map
 
     def settle(self, names: Sequence[str]) -> list[str | None]:
-        """Return the model's name (in `slots`, `aliases` or `stacks`) for each of `names`; None: it is left out.
+        """Return the model's name for each of `names`, as in `slots`, `aliases` or `stacks`; None: skip the tensor.
 
-        Left out are buffers that old checkpoints carry, and the frozen copies that PEFT keeps of modules it
-        trains. Raise WeightUpdateError for unknown names, for names that mean one parameter, and for adapters.
+        Skipped are buffers of old checkpoints, and PEFT's frozen copies of modules that it trains. Raise
+        WeightUpdateError for an unknown name, for two names of one parameter, and for adapters.
         """
         plain = [self._plain(name) for name in names]
         self._refuse_adapters([n for n, known in zip(names, plain, strict=True) if not self._is_known(known)])
@@ -58,7 +59,7 @@ class ModelNames:
         return not self._map.unknown([name])
 
     def _plain(self, name: str) -> str:
-        """`name` without what trainers' wrappers add to it."""
+        """Return `name` without the segments that trainers' wrappers add."""
         if self._is_known(name):
             return name
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
@@ -88,18 +89,21 @@ class ModelNames:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for an error, however many and however long they are."""
+    """Return the first names as text for an error message. The number of names and their lengths are limited."""
     rest = len(names) - _LISTED
     return ", ".join(f"'{_cut(name)}'" for name in names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def bounded(names: Sequence[str]) -> dict[str, Any]:
-    """{"count": number of names, "names": the first of them} for an answer, however many and however long they are."""
+    """Return {"count": number of names, "names": the first names}, with limits on their number and lengths."""
     return {"count": len(names), "names": [_cut(name) for name in names[:_LISTED]]}
 
 
 def lacking(missing: Sequence[str], total: int) -> str:
-    """Return the refusal of an update that must be whole. `total`: number of the model's parameters."""
+    """Return the error message for a whole update with missing parameters.
+
+    `total` is the model's number of parameters.
+    """
     return (
         f"The update does not cover every parameter: it lacks {len(missing)} of {total}; missing: {listed(missing)}. "
         "Push every parameter, pass partial=True to leave the others as they are, or push in parts inside a "
@@ -108,7 +112,7 @@ def lacking(missing: Sequence[str], total: int) -> str:
 
 
 def _trained(name: str) -> str:
-    """PEFT names the frozen copy `<module>.original_module.weight`."""
+    """Return the name of the trained copy for PEFT's name of the frozen copy, `<module>.original_module.weight`."""
     return name.replace(".original_module.", ".")
 
 

@@ -1,11 +1,10 @@
-"""Trainers' memory, opened in a server process: shared memory mapped read-only, CUDA allocations through IPC.
+"""Opens trainers' memory in a server process: maps shared memory read-only, and opens CUDA allocations through IPC.
 
-A `Region` is one opened allocation. Each reader holds a reference to it, and the last reference closes it. So plans
-share regions, and a running copy keeps its memory even if its plan is dropped meanwhile. Received sizes and offsets
-are never trusted: a view that leaves its allocation would read, or crash on, foreign memory.
-
-Shared memory is mapped only if it is sealed against shrinking. Everything else is copied with `pread`
-(`memory_file`), and so are views whose elements lie so far apart that their pages take far more memory.
+A `Region` is one opened allocation. Each reader holds a reference to the region, and the region closes with the last
+reference. So plans share regions, and a running copy keeps its memory even if its plan is dropped. Received sizes and
+offsets are always checked: a view beyond its allocation would read foreign memory, or crash. Shared memory is mapped
+only if it is sealed against shrinking. Other shared memory is copied with `pread` (`memory_file`). A view whose
+elements lie so far apart that its pages take far more memory than the elements is copied, too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from verl_server.weight_sync.shm_file import open_shm_file
 
 FLOATING = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ARENA_NAME = "/memfd:verl-"
-"""Start of an `Arena`'s file name in /proc; the arena's id follows."""
+"""Prefix of the file name of an `Arena` in /proc. The arena's id follows the prefix."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ, Linux 5.14."""
 _IPC_HANDLE = 64
@@ -38,14 +37,14 @@ _IPC_HANDLE = 64
 
 
 class Region:
-    """One opened allocation. Its memory stays while this object or a tensor on it lives."""
+    """One opened allocation. Its memory stays open while this object, or a tensor on the memory, exists."""
 
     def __init__(self, allocation: Allocation, data: Tensor | None, file: MemoryFile | None = None) -> None:
         self.allocation = allocation
         self.data = data
-        """The whole memory as bytes; None if it must be read from the file."""
+        """The whole memory as bytes, or None if the memory must be read from the file."""
         self.file = file
-        """The file of shared memory; None on a GPU."""
+        """The file of shared memory, or None for memory on a GPU."""
 
 
 class OpenAllocations:
@@ -60,7 +59,10 @@ class OpenAllocations:
         return len(self._regions)
 
     def open(self, allocation: Allocation) -> Region:
-        """Return the region, and open it if it is closed. Raise WeightUpdateError if it is not as described."""
+        """Return the region of an allocation, and open it if it is closed.
+
+        Raise WeightUpdateError if the memory does not match its description.
+        """
         with self._lock:
             region = self._regions.get(allocation)
             if region is None:
@@ -68,11 +70,11 @@ class OpenAllocations:
             return region
 
     def hold(self) -> HeldMemory:
-        """Return an empty `HeldMemory`, which opens regions as they are read."""
+        """Return an empty `HeldMemory`, which opens a region when a tensor in it is read for the first time."""
         return HeldMemory(self)
 
     def view(self, name: str, handle: TensorHandle) -> Tensor:
-        """Return a described tensor, which alone keeps its memory open."""
+        """Return a described tensor. Only this tensor keeps its memory open."""
         return self.hold().view(name, handle)
 
     def _opened(self, allocation: Allocation) -> Region:
@@ -87,7 +89,7 @@ class OpenAllocations:
 
 
 class HeldMemory:
-    """The regions that one plan reads, and its copies of what cannot be mapped."""
+    """The regions that one plan reads, and its copies of views that cannot be mapped."""
 
     def __init__(self, memory: OpenAllocations) -> None:
         self._memory = memory
@@ -100,18 +102,18 @@ class HeldMemory:
 
     @property
     def owners(self) -> list[int]:
-        """Processes whose end takes the memory's meaning away."""
+        """Processes that own the memory. If one of them ends, the memory is no longer the trainer's weights."""
         return sorted({allocation.pid for allocation in self._regions})
 
     @property
     def scattered(self) -> str:
-        """Name of a tensor that takes long to read, row by row; empty if there is none."""
+        """Name of a tensor that must be read row by row, which is slow. Empty if there is none."""
         return next((name for name, copy in self._copies.values() if copy.is_scattered), "")
 
     def view(self, name: str, handle: TensorHandle) -> Tensor:
-        """Return the described tensor, as a view into its owner's memory or into a copy, which is read when it is made.
+        """Return the described tensor, as a view into its owner's memory or as a copy of the present values.
 
-        Raise WeightUpdateError naming the tensor.
+        Raise WeightUpdateError, which names the tensor.
         """
         try:
             dtype = check_view(handle)
@@ -135,7 +137,10 @@ class HeldMemory:
             raise WeightUpdateError(f"'{name}': its shape and stride do not describe a tensor ({message}).") from None
 
     def read_again(self) -> None:
-        """Copy the present values of all that is not mapped. Raise WeightUpdateError naming a tensor that is gone."""
+        """Copy the present values of all views that are not mapped.
+
+        Raise WeightUpdateError, with the tensor's name, if a file was cut off.
+        """
         for name, copy in self._copies.values():
             try:
                 copy.read()
@@ -175,9 +180,10 @@ def check_view(handle: TensorHandle) -> torch.dtype:
 
 
 def fault_in(tensors: list[Tensor]) -> None:
-    """Have the pages of CPU tensors mapped now, so that a copy need not fault on each of them.
+    """Populate the page table for CPU tensors, so that a copy does not fault on each page.
 
-    Only what is read: the holes of an arena whose tensors were freed would be filled with new pages.
+    Only pages of the tensors are populated. In the rest of an arena, where tensors were freed, this would allocate new
+    pages.
     """
     page = mmap.PAGESIZE
     spans = []
@@ -223,10 +229,10 @@ def _open_shared(allocation: Allocation) -> Region:
 
 
 def _check_shared(fd: int, path: str, allocation: Allocation) -> bool:
-    """Raise WeightUpdateError if this is not what was described. Return whether it can be mapped without danger.
+    """Return True if the file can be mapped safely. Raise WeightUpdateError if it is not the file that was described.
 
-    A pid or descriptor may have been reused, or mean something else in another PID namespace. An ordinary file is
-    nobody's weights. Inodes of memfds are small counters, so an arena's name carries its id besides.
+    A pid or descriptor may have been reused, or belong to another process in another PID namespace. An ordinary file is
+    refused. The inodes of memfds are small counters, so the name of an arena's file contains the arena's id, too.
     """
     seals = _seals(fd)  # before the size: the owner may shrink the file and then seal it
     status, target = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
@@ -243,7 +249,7 @@ def _check_shared(fd: int, path: str, allocation: Allocation) -> bool:
 
 
 def _seals(fd: int) -> int | None:
-    """Return the seals of a memfd or of a file in /dev/shm; None for any other file."""
+    """Return the seals of a memfd or of a file in /dev/shm, or None for any other file."""
     try:
         return int(fcntl.fcntl(fd, fcntl.F_GET_SEALS)) if stat.S_ISREG(os.fstat(fd).st_mode) else None
     except OSError:
@@ -254,7 +260,10 @@ def _seals(fd: int) -> int | None:
 
 
 def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
-    """Open with the local device current, also a peer's memory, or a context would appear on the peer's GPU."""
+    """Open CUDA memory, even a peer's, while the local device is current.
+
+    Otherwise CUDA would create a context on the peer's GPU.
+    """
     if device.type != "cuda":
         raise WeightUpdateError("This server runs on the CPU and cannot read GPU memory. Push CPU tensors.")
     _check_handle(allocation)
@@ -292,7 +301,7 @@ def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
 
 
 def _check_handle(allocation: Allocation) -> None:
-    """Accept only handles of cudaMalloc's memory: torch parses other kinds without a check, and may crash on them."""
+    """Accept only handles of memory from cudaMalloc. torch parses other kinds without a check, and may crash."""
     handle = allocation.handle
     if len(handle) >= 2 and len(handle) != _IPC_HANDLE and handle[1:2] == b"e":
         raise WeightUpdateError(
@@ -308,7 +317,7 @@ def _check_handle(allocation: Allocation) -> None:
 
 
 def _room_behind(address: int) -> int:
-    """Bytes from the start of an opened segment to its end, as the driver knows them."""
+    """Return the size of an opened segment in bytes, as the driver reports it."""
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
     failed = driver.cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address))

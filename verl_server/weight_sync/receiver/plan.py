@@ -1,7 +1,7 @@
-"""`UpdatePlan`: turns sources into copies to this rank's parameters.
+"""`UpdatePlan`: plans the copies from sources to this rank's parameters.
 
-Made by the `WeightReceiver` off the loop; `commit` is all that the loop does. Every slot of the `WeightMap` is
-filled from the parts that share something with it, so trainer and server may cut the tensors differently.
+The `WeightReceiver` creates a plan outside the scheduler's loop. The loop only calls `commit`. Every slot of the
+`WeightMap` is filled from all source parts that overlap it, so trainer and server may shard the tensors differently.
 """
 
 from __future__ import annotations
@@ -23,34 +23,37 @@ from verl_server.weight_sync.receiver.sources import Source
 
 
 class UpdatePlan:
-    """A checked update whose sources are all within reach: copied once or, while their memory stays, many times.
+    """A checked update whose sources can all be read.
 
-    Made on one thread, committed on another, and closed by any: it holds its sources' memory open until `close`.
-    `ready`, `commit`, `nonfinite`, `confirm` and `discard` are what the loop calls, see `worker/weights/prepared.py`.
+    It is copied once or, while the sources' memory stays, many times.
+
+    One thread creates a plan, another thread commits it, and any thread may close it. The plan keeps its sources'
+    memory open until `close`. The scheduler's loop calls `ready`, `commit`, `nonfinite`, `confirm` and `discard`; see
+    `worker/weights/prepared.py`.
     """
 
     names: list[str]
-    """Parameters that it replaces, by their names in the `WeightMap`."""
+    """Parameters that the update replaces, by their names in the `WeightMap`."""
     destinations: list[Tensor]
     sources: list[Tensor]
-    """Views that this rank writes and reads, in pairs; empty once closed."""
+    """Pairs of (written view, read view) of this rank. Empty after `close`."""
     loaded: dict[str, Source]
-    """Whole tensors that the `WeightMap`'s loader installs, by the names of slots or stacks; empty once closed."""
+    """Whole tensors that the `WeightMap`'s loader installs, by the names of slots or stacks. Empty after `close`."""
     nbytes: int
     """Bytes that this rank writes."""
     missing: list[str]
-    """Parameters of the model that it does not replace."""
+    """Parameters of the model that the update does not replace."""
     changes_under_its_names: str
-    """The reasons why this plan cannot be kept for later pushes; empty if it can."""
+    """The reasons why this plan cannot be kept for later pushes. Empty if the plan can be kept."""
     is_registered: bool = False
-    """Later pushes may name it by its id: it outlives this one."""
+    """True if the plan is kept after this push, so that later pushes may use it by its id."""
 
     def __init__(
         self, weight_map: WeightMap, sources: Sequence[tuple[str, Source]], memory: HeldMemory, *, fused: bool
     ) -> None:
-        """Plan copies from `sources`, each with the model's name or alias of it, every name once.
+        """Plan copies from `sources`, which are under the model's names or aliases, each name once.
 
-        Raise WeightUpdateError for shapes and dtypes that do not fit and a tied head that contradicts.
+        Raise WeightUpdateError for wrong shapes and dtypes, and for a tied head whose values differ from the embedding.
         """
         self._map, self._memory = weight_map, memory
         self._lock = threading.Lock()  # what `commit` reads, `close` must not take away
@@ -80,12 +83,12 @@ class UpdatePlan:
 
     @property
     def covers_all(self) -> bool:
-        """True if it replaces every parameter."""
+        """True if the update replaces every parameter."""
         return not self.missing
 
     @property
     def owners(self) -> list[int]:
-        """Processes whose memory it reads."""
+        """Processes whose memory the plan reads."""
         return self._memory.owners
 
     @property
@@ -103,8 +106,8 @@ class UpdatePlan:
     def verify(self, checksums: Mapping[str, str]) -> None:
         """Read the sources again, and compare them with `checksums`: trainer's name -> `tensor_checksum` of the tensor.
 
-        A tensor is read as a whole, even if this rank copies a slice of it. Raise WeightUpdateError if the update does
-        not contain a name of `checksums`, or if a checksum differs.
+        The whole tensor is read, even if this rank copies only a slice. Raise WeightUpdateError if the update does not
+        contain a name of `checksums`, or if a checksum differs.
         """
         unknown = [name for name in checksums if name not in self._given]
         if unknown:
@@ -123,17 +126,18 @@ class UpdatePlan:
             )
 
     def ready(self) -> None:
-        """Raise WeightUpdateError if some source cannot be read any more. Called right before a commit.
+        """Raise WeightUpdateError if a source can no longer be read. The loop calls this right before a commit.
 
-        Cheap, but for a plan that was kept and whose memory cannot be mapped: its present values are copied.
+        The call is cheap, with one exception: a plan that was kept and that reads memory which cannot be mapped copies
+        the present values.
         """
         self._check_open()
         self._read_again()
 
     def commit(self) -> None:
-        """Copy in place, converting dtypes. An error in here may leave the weights torn.
+        """Copy in place, and convert dtypes. An error may leave the weights torn.
 
-        On CUDA this only enqueues: synchronize before the owner writes again.
+        On CUDA this call only enqueues the copies: synchronize before the owner writes to the sources again.
         """
         with self._lock:
             self._check_open()
@@ -148,30 +152,34 @@ class UpdatePlan:
                 self._copied.record()
 
     def nonfinite(self) -> list[str]:
-        """Tensors, by the trainer's names, of which the last commit wrote NaN or infinity; for when the device is done.
+        """Return the trainer's names of the tensors in which the last commit wrote NaN or infinity.
 
-        Infinity may come of a conversion, from a number that the model's dtype cannot hold.
+        The device must have completed the commit. A conversion writes infinity for a number that the model's dtype
+        cannot hold.
         """
         copied = [] if self._copy is None else self._copy.nonfinite()
         loaded = [name for name, found in self._nonfinite_loaded if found]
         return list(dict.fromkeys([*(self._names_of_copies[i] for i in copied), *loaded]))
 
     def confirm(self, checksums: Mapping[str, str]) -> None:
-        """Compare with the trainer's checksums again after the copy: the owner may have written since they matched."""
+        """Compare with the trainer's checksums again, after the copy.
+
+        The owner may have written since the first comparison.
+        """
         if checksums:
             self._compare(checksums)
 
     def keep(self) -> None:
-        """Later pushes may name this plan: each of them copies again what cannot be mapped."""
+        """Keep the plan for later pushes. Each later push copies again the memory that cannot be mapped."""
         self.is_registered = self._was_kept = True
 
     def discard(self) -> None:
-        """One push is over: close, unless later pushes may use the plan."""
+        """End one push: close the plan unless it is kept for later pushes."""
         if not self.is_registered:
             self.close()
 
     def close(self) -> None:
-        """Close the memory, after a commit that runs; what other plans read besides stays open for them."""
+        """Close the sources' memory, after a commit in progress. Memory that other plans read, too, stays open."""
         with self._lock:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -179,7 +187,7 @@ class UpdatePlan:
             self._memory.clear()
 
     def views(self) -> list[Tensor]:
-        """Return all memory that this rank reads, opened."""
+        """Open all memory that this rank reads, and return the tensors."""
         return [*self.sources, *(s.read(part) for s in self.loaded.values() for part in s.parts)]
 
     def _check_open(self) -> None:
@@ -192,7 +200,10 @@ class UpdatePlan:
                 self._memory.read_again()
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the loader, one after the other, and note those that are not finite in its dtype."""
+        """Yield the tensors for the loader one after the other.
+
+        Record those that have NaN or infinity in the model's dtype.
+        """
         for name, source in self.loaded.items():
             whole = source.whole()
             dtype = self._map.slots[self._map.members(name)[0]].dtype
@@ -208,8 +219,8 @@ class UpdatePlan:
 def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]]) -> tuple[dict[str, Source], str]:
     """Return (source of each slot, reason). The reason says why later pushes cannot reuse the plan, "" if they can.
 
-    If an update has only one of two tied tensors, it is the source of both. If it has both, their values must be equal:
-    otherwise raise WeightUpdateError.
+    If an update has only one of two tied tensors, this tensor is the source of both. If the update has both, their
+    values must be equal; otherwise raise WeightUpdateError.
     """
     found = {name: source for name, source in sources if name not in weight_map.aliases}
     changes = ""
@@ -232,7 +243,10 @@ def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]
 
 
 def _filled(weight_map: WeightMap, found: Mapping[str, Source]) -> list[str]:
-    """Return the slots that the sources fill. Raise WeightUpdateError if one comes alone and in a stack."""
+    """Return the slots that the sources fill.
+
+    Raise WeightUpdateError for a slot that comes both alone and in a stack.
+    """
     filled: dict[str, str] = {}
     for name, source in found.items():
         for member in weight_map.members(name):
@@ -256,7 +270,7 @@ def _check_fits(source: Source, shape: tuple[int, ...]) -> None:
 def _copies(
     weight_map: WeightMap, found: Mapping[str, Source]
 ) -> tuple[list[Tensor], list[Tensor], list[int], list[str]]:
-    """(destinations, sources, links, names of the sources) of every piece's share of every part."""
+    """Return (destinations, sources, links, source names) of the copies: one for each part that overlaps a piece."""
     destinations, sources, links, names = [], [], [], []
     numbers: dict[str, int] = {}
     for name, source in found.items():

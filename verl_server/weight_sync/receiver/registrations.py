@@ -1,8 +1,8 @@
-"""Registrations: plans that later pushes name by id.
+"""Registrations: plans that later pushes use by id. Each rank's `WeightReceiver` has one `Registrations`.
 
-Held by each rank's `WeightReceiver`. They are a cache: every one may be gone at any time, because weights were
-released, other registrations crowded it out, or its owner died. A push by an id that is not here is answered
-with "unknown", and its sender describes the memory again.
+The registrations are a cache. A plan may be removed at any time: because weights were released, because newer plans
+took its place, or because its owner died. If a push uses an id that is not registered, the reply is "unknown", and the
+sender describes the memory again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Registrations:
         self._capacity, self._device = capacity, device
         self._plans: OrderedDict[str, UpdatePlan] = OrderedDict()
         self._watched: dict[int, threading.Thread] = {}
-        """One thread for each owner, until it exits."""
+        """One thread for each owner process, until that process exits."""
         self._lock = threading.Lock()
 
     @property
@@ -43,7 +43,10 @@ class Registrations:
             return plan
 
     def put(self, id: str, plan: UpdatePlan) -> None:
-        """Keep `plan`, in place of one of the same id. Raise WeightUpdateError if an owner cannot be watched."""
+        """Keep `plan`, and drop an earlier plan of the same id.
+
+        Raise WeightUpdateError if an owner cannot be watched.
+        """
         owners = plan.owners
         for pid in owners:
             self._watch(pid)
@@ -60,7 +63,10 @@ class Registrations:
                 dropped.append(self._drop(next(iter(self._plans))))
 
     def forget(self, ids: list[str] | None) -> None:
-        """Drop some registrations, or all. Their memory is closed when this returns, whoever has their plans."""
+        """Drop some registrations, or all.
+
+        Their memory is closed when this returns, even if a caller still has a plan.
+        """
         with self._lock:
             dropped = [self._plans.pop(id, None) for id in (list(self._plans) if ids is None else ids)]
         for plan in dropped:
@@ -68,7 +74,7 @@ class Registrations:
                 plan.close()
 
     def _drop(self, id: str) -> UpdatePlan:
-        """Take a plan out without closing it: a push that is under way uses it to the end, and then closes it."""
+        """Remove a plan without closing it. A push in progress uses the plan to the end, and then closes it."""
         plan = self._plans.pop(id)
         plan.is_registered = False
         return plan
@@ -93,9 +99,11 @@ class Registrations:
         watch.start()
 
     def _owner_ended(self, pid: int) -> None:
-        """Forget the plans that read its memory. Otherwise the memory would stay mapped until the next update.
+        """Remove the plans that read the memory of a process which ended.
 
-        Plans are dropped, not closed: one that the loop is about to commit still writes exactly the new weights.
+        Otherwise the memory would stay mapped until the next update.
+
+        The plans are not closed: a plan that the loop is about to commit still writes exactly the new weights.
         """
         with self._lock:
             del self._watched[pid]

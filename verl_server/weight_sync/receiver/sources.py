@@ -1,7 +1,7 @@
-"""`Source`: one named tensor of an update, wherever its parts lie.
+"""`Source`: one named tensor of an update, with the places of its parts.
 
-The `WeightReceiver` makes them from what arrived (a description with shards, handles, tensors in this process);
-`plan` turns them into copies. Geometry is checked here, before any memory is opened.
+The `WeightReceiver` creates sources from a description with shards, from handles, or from tensors in this process.
+`plan` converts sources into copies. This module checks the geometry before any memory is opened.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from verl_server.weight_sync.receiver.open_memory import FLOATING, HeldMemory, c
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED = 1 << 24
-"""Elements that are compared at once: on a GPU the result takes a byte for each."""
+"""Number of elements that are compared at one time. On a GPU the result takes one byte for each element."""
 _SPOKEN_DIMENSIONS = 16
-"""No model has longer shapes; errors do not repeat them."""
+"""The most dimensions of a tensor. An error does not print a longer shape."""
 
 Choose = Callable[[Sequence[Allocation]], int]
-"""Chooses which of several copies of one box to read; returns its index."""
+"""A function that chooses one of several copies of a box. It returns the index of the copy to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of the full tensor and where this rank reads it."""
+    """A box of the full tensor, and the memory from which this rank reads the box."""
 
     box: Box
     data: Tensor | TensorHandle
 
     @property
     def device_uuid(self) -> str:
-        """UUID of the GPU that holds another process's data; empty for host memory and tensors of this process."""
+        """UUID of the GPU that holds another process's data. Empty for host memory and for tensors of this process."""
         return self.data.allocation.device_uuid if isinstance(self.data, TensorHandle) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A full tensor: disjoint parts that cover it."""
+    """A full tensor, in disjoint parts that cover the tensor."""
 
     name: str
     """The trainer's name for the tensor."""
@@ -58,11 +58,11 @@ class Source:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, part: Part) -> Tensor:
-        """Return the part's elements, opened if they are not yet."""
+        """Return the part's elements. Open the memory of the part if it is not open."""
         return part.data if isinstance(part.data, Tensor) else self.memory.view(self.name, part.data)
 
     def whole(self) -> Tensor:
-        """Return the full tensor. A tensor in several parts is put together, in memory of its own."""
+        """Return the full tensor. A tensor with several parts is concatenated in new memory."""
         whole = box_at([0] * len(self.shape), self.shape)
         if [part.box for part in self.parts] == [whole]:
             return self.read(self.parts[0])
@@ -73,7 +73,7 @@ class Source:
         return full
 
     def is_same_memory(self, other: Source) -> bool:
-        """Return True if both are the same memory under two names, so that they stay equal."""
+        """Return True if two sources read the same memory under two names, so that they are always equal."""
         return (
             (self.dtype, self.shape) == (other.dtype, other.shape)
             and len(self.parts) == len(other.parts)
@@ -81,7 +81,7 @@ class Source:
         )
 
     def has_same_values(self, other: Source) -> bool:
-        """Return True if all elements are equal, bit for bit, now."""
+        """Return True if all elements of the two sources are equal now, bit for bit."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         bits = _BITS[self.dtype.itemsize]
@@ -119,8 +119,8 @@ def described_source(
 ) -> Source:
     """Return the source of a described tensor. For equal boxes, only the copy that `choose` selects is opened.
 
-    Raise WeightUpdateError naming the tensor if a shard leaves its memory or the tensor, or the shards do not tile
-    the tensor.
+    Raise WeightUpdateError, with the tensor's name, if a shard exceeds its memory or the tensor, or if the shards do
+    not tile the tensor.
     """
     try:
         dtype = FLOATING.get(source.dtype)

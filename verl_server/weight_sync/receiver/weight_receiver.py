@@ -1,8 +1,9 @@
-"""The server's side of a push: turns named sources into checked plans, which replace weights in place.
+"""The server's side of a push: converts named sources into checked plans, which replace weights in place.
 
-Held by each rank's `WeightSources`, which knows the requests; this module knows tensors and descriptions only, so it
-runs inside the workers of other engines, too. The stager's threads call it: it opens the trainers' memory and checks
-everything that can be checked (names, shapes, dtypes, bounds, coverage) without writing a byte. It is thread-safe.
+Each rank's `WeightSources` has a `WeightReceiver`. `WeightSources` handles the requests. This module handles tensors
+and descriptions only, so it also runs in the workers of other engines. The stager's threads call the receiver, which is
+thread-safe. The receiver opens the trainers' memory, and checks names, shapes, dtypes, bounds and coverage, without
+writing a byte of the weights.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REGISTRATIONS = 16
-"""Registrations that are kept: enough for the sets of tensors of one trainer, few enough to bound mapped memory."""
+"""The most registrations that are kept. One trainer needs fewer, and the number bounds the mapped memory."""
 
 
 class WeightReceiver:
-    """Opens what trainers describe and plans its way into this rank's parameters."""
+    """Opens memory that trainers describe, and plans the copies into this rank's parameters."""
 
     def __init__(
         self, weight_map: WeightMap, rank: int, size: int, device: torch.device, *, fused: bool = True
@@ -43,7 +44,7 @@ class WeightReceiver:
         self._gpu = _plain_uuid(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else ""
         self._memory = OpenAllocations(device)
         self.registrations = Registrations(REGISTRATIONS, device)
-        """The plans that later pushes name by id. The loop looks them up and closes them."""
+        """The plans that later pushes use by id. The scheduler's loop looks plans up and closes them."""
         self._warned = ""
 
     def stage(
@@ -55,10 +56,11 @@ class WeightReceiver:
         checksums: Mapping[str, str] | None = None,
         keep: bool = False,
     ) -> UpdatePlan:
-        """Check an update that travels as a description, and open what this rank reads of it.
+        """Check an update that arrived as a description, and open the memory that this rank reads.
 
-        `keep` registers it under the description's id, as long as that is safe: what cannot be kept is opened for
-        this update only, and the sender will describe it again. Raise WeightUpdateError.
+        With `keep`, the plan is registered under the description's id if that is safe. If the plan cannot be kept, the
+        memory is opened for this update only, and the sender must describe the tensors again at the next push. Raise
+        WeightUpdateError for a wrong update.
         """
         plan = self._described(description)
         self._check(plan, strict_dtype, partial, checksums)
@@ -77,7 +79,10 @@ class WeightReceiver:
         partial: bool,
         checksums: Mapping[str, str] | None = None,
     ) -> UpdatePlan:
-        """Check an update that travels as one handle for each tensor, or one for each rank, and open its memory."""
+        """Check an update that arrived as handles, one for each tensor or one for each tensor and rank.
+
+        Open its memory.
+        """
         memory = self._memory.hold()
         try:
             plan = self._plan(
@@ -90,16 +95,17 @@ class WeightReceiver:
         return plan
 
     def compared(self, named_tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Return the full tensors whose values `plan` compares: an embedding, and a tied head that comes beside it."""
+        """Return the tensors whose values `plan` compares: embedding and tied head, if the update has both."""
         names = self._names.settle([name for name, _ in named_tensors])
         given = {known: tensor for known, (_, tensor) in zip(names, named_tensors, strict=True) if known is not None}
         pairs = [(alias, slot) for alias, slot in self._map.aliases.items() if alias in given and slot in given]
         return [given[name] for pair in pairs for name in pair]
 
     def plan(self, named_tensors: Sequence[tuple[str, Tensor]], *, strict_dtype: bool, partial: bool) -> UpdatePlan:
-        """Check full tensors of this process (a checkpoint's, or received ones) against the model.
+        """Check full tensors of this process (of a checkpoint, or received) against the model, and plan their copies.
 
-        Tensors on the meta device are only checked. The rest may be filled later, except what `compared` returns.
+        Tensors on the meta device are only checked. The values of the other tensors may be written after this call. The
+        tensors that `compared` returns must have their values before it.
         """
         memory = self._memory.hold()
         plan = self._plan(named_tensors, lambda name, tensor: tensor_source(name, tensor, memory), memory)
@@ -107,7 +113,10 @@ class WeightReceiver:
         return plan
 
     def register(self, description: WeightsDescription, *, strict_dtype: bool) -> None:
-        """Open and plan a description now, for pushes by its id. Raise WeightUpdateError if it cannot be kept."""
+        """Open a description and plan its copies, for later pushes by its id.
+
+        Raise WeightUpdateError if the plan cannot be kept.
+        """
         plan = self._described(description)
         self._check(plan, strict_dtype, True, None)
         self._keep(description.id, plan)
@@ -123,7 +132,10 @@ class WeightReceiver:
     def _plan(
         self, named: Sequence[tuple[str, T]], source: Callable[[str, T], Source], memory: HeldMemory
     ) -> UpdatePlan:
-        """Plan from the `source` of each of `named` that the model has. `memory` is the one that the sources read."""
+        """Plan the copies of the tensors in `named` that the model has. `source` converts a tensor into a `Source`.
+
+        The sources read from `memory`.
+        """
         names = self._names.settle([name for name, _ in named])
         sources = [
             (known, source(name, value)) for known, (name, value) in zip(names, named, strict=True) if known is not None
@@ -154,19 +166,19 @@ class WeightReceiver:
         return value.get(self._rank)
 
     def _nearest(self, copies: Sequence[Allocation]) -> int:
-        """Index of a copy on this rank's own GPU, else of one that as few other ranks as possible read."""
+        """Return the index of a copy on this rank's own GPU, or else of a copy that few other ranks read."""
         for i, allocation in enumerate(copies):
             if self._gpu and _plain_uuid(allocation.device_uuid) == self._gpu:
                 return i
         return self._rank % len(copies)
 
     def _warn(self, message: str) -> None:
-        """Log a warning unless it repeats the last one, which every push would do."""
+        """Log a warning, unless it equals the last warning. Otherwise every push would repeat the warning."""
         if message != self._warned:
             self._warned = message
             logger.warning(message)
 
 
 def _plain_uuid(uuid: str) -> str:
-    """Return the UUID without the prefix that only some drivers and tools write."""
+    """Return a GPU's UUID without the prefix "GPU-", which only some drivers and tools write."""
     return uuid.removeprefix("GPU-")

@@ -34,12 +34,15 @@ ITEMSIZES = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1},
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
-"""Bytes of each dtype that a payload may name. Buckets are uint8. The receiver decides which fit a parameter."""
+"""Size in bytes of each dtype that a payload may contain. Buckets are uint8.
+
+The receiver checks whether a dtype fits the parameter.
+"""
 _MAX_DIM = 16
 _SHM_HEADER_BYTES = 64
 """Bytes of the padded reference count with which torch's shared-memory files begin, before the storage."""
 _CUDA_COUNTERS = 10_000
-"""Number of reference counts in one file of torch, which writes at an index without checking it."""
+"""Number of reference counts in one of torch's files. torch writes at an index without a check of the bound."""
 _FILE_SYSTEM_REMEDY = (
     "a CPU tensor travels as a file descriptor, which only a child process of the sender can fetch. In the sender "
     "call torch.multiprocessing.set_sharing_strategy('file_system'), or send CUDA tensors, or use "
@@ -48,11 +51,11 @@ _FILE_SYSTEM_REMEDY = (
 
 
 def parse_payload(data: str | bytes, load_format: str | None, *, rank: int = 0) -> list[tuple[str, TensorHandle]]:
-    """Return (name, handle) of each tensor in `data`: a pickle, plain or in base64, once or twice.
+    """Return (name, handle) of each tensor in `data`: a plain pickle, or a pickle in base64, encoded once or twice.
 
     `rank` is this server rank, which chooses from a LocalSerializedTensor. Each handle has an allocation of its own,
-    because every pickled tensor carries a reference count that its reader decrements once. Raise BadRequestError,
-    which names a refused global or opcode and its position.
+    because every pickled tensor has a reference count that the reader decrements once. Raise BadRequestError, which
+    names the refused global or opcode and its position.
     """
     if load_format == "direct":
         raise BadRequestError(
@@ -70,8 +73,8 @@ def parse_payload(data: str | bytes, load_format: str | None, *, rank: int = 0) 
 def give_back(allocations: Iterable[Allocation]) -> None:
     """Release the references of allocations that will not be opened, because the update was refused.
 
-    Opening an allocation releases its reference. An allocation that is neither opened nor released keeps its memory in
-    the sender until the sender exits. Leave a reference that cannot be released any more.
+    A reader releases the reference when it opens the allocation. If an allocation is neither opened nor released, its
+    memory stays allocated in the sender until the sender exits. References that can no longer be released are ignored.
     """
     for allocation in allocations:
         with contextlib.suppress(WeightUpdateError, OSError, RuntimeError, AttributeError, NotImplementedError):
@@ -114,7 +117,7 @@ def _pairs(payload: Any, rank: int) -> list[tuple[str, TensorHandle]]:
 
 
 def _value_of_rank(name: str, values: Any, rank: int) -> Any:
-    """Return the tensor of trainer rank `rank`: a pickle of its own, which may not contain another one."""
+    """Return the tensor of trainer rank `rank`. The tensor is a nested pickle, which may not contain another pickle."""
     if not isinstance(values, list) or not all(isinstance(value, bytes) for value in values):
         raise BadRequestError(f"'{name}': the values of its LocalSerializedTensor are not a list of pickles.")
     if rank >= len(values):
@@ -179,7 +182,7 @@ class _Dtype:
 
 @dataclass(frozen=True)
 class _Storage:
-    """A CPU storage. `dtype` is set if it is a typed storage."""
+    """A CPU storage. `dtype` is set for a typed storage, else None."""
 
     allocation: Allocation
     dtype: str = ""
@@ -187,7 +190,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Class:
-    """A class of tensors or of storages, of which only the name matters."""
+    """A class of tensors or storages. Only its name is used."""
 
 
 def _rebuild_tensor(_cls: Any, storage: Any, metadata: Any) -> TensorHandle:
@@ -204,7 +207,10 @@ def _rebuild_typed_storage(storage: Any, dtype: Any) -> _Storage:
 
 
 def _rebuild_storage_filename(_cls: Any, _manager: Any, handle: Any, size: Any, dtype: Any = None) -> _Storage:
-    """Return the storage of a file. `handle` is "/" and its name. Its owner unlinks the file through the manager."""
+    """Return the storage of a file in /dev/shm. `handle` is "/" followed by the file's name.
+
+    The owner unlinks the file through the manager process.
+    """
     if not isinstance(handle, bytes) or not handle.startswith(b"/"):
         raise ValueError("the handle of a shared-memory file is not a name")
     kind = dtype.name if isinstance(dtype, _Dtype) else ""
@@ -250,7 +256,10 @@ def rebuild_cuda_tensor(
     event_handle: Any,
     event_sync_required: Any,
 ) -> TensorHandle:
-    """Return the handle of a CUDA tensor. Only SGLang's UUID of the device is used, not the sender's number."""
+    """Return the handle of a CUDA tensor.
+
+    The device is identified by the UUID that SGLang sends, and not by the sender's device index.
+    """
     if not isinstance(dtype, _Dtype):
         raise ValueError("rebuild_cuda_tensor needs a dtype")
     empty = handle is None or nbytes == 0
@@ -281,7 +290,7 @@ def _handle(allocation: Allocation, dtype: str, shape: Any, stride: Any, offset:
 
 
 def tensor_name(text: str) -> str:
-    """Return `text` if it can be the name of a parameter in messages. Raise BadRequestError otherwise."""
+    """Return `text` if it can be a parameter's name. Raise BadRequestError otherwise."""
     if len(text) > 1000 or not text.isprintable():
         raise BadRequestError(f"'{shown(text)}' is no name of a parameter.")
     return text
@@ -294,7 +303,10 @@ def _int(value: Any, limit: int = 2**62) -> int:
 
 
 def _ints(value: Any) -> list[int]:
-    """Return the integers of a shape or stride. Its length is checked first: a payload may repeat a long tuple."""
+    """Return the integers of a shape or stride.
+
+    The length is checked first, because a payload may repeat a long tuple.
+    """
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIM:
         raise ValueError(f"a shape or stride that is no tuple of at most {_MAX_DIM} integers")
     return [_int(number) for number in value]
@@ -307,7 +319,7 @@ def _bytes(value: Any, limit: int) -> bytes:
 
 
 def _counter_name(value: Any) -> bytes:
-    """Return the name of the file of reference counts, to which closing the memory writes."""
+    """Return the name of the file of reference counts. The reader writes to this file when it closes the memory."""
     name = _bytes(value, 255)
     if name[:1] != b"/" or b"/" in name[1:] or b"\0" in name:
         raise ValueError("the file of reference counts is not named as one in /dev/shm")
@@ -348,4 +360,4 @@ GLOBALS: Globals = {
         )
     },
 }
-"""Everything that a payload may name."""
+"""The globals that a payload may contain."""

@@ -1,8 +1,8 @@
-"""Descriptions of weights: what one rank holds, and one description of what several ranks own.
+"""Descriptions of weights: of the memory of one rank, and merged from several ranks.
 
 `sender` calls `describe_memory` when a set of tensors is new or has moved. `engine.push` calls `merge` on the first
-rank. Shards of one name are collected in the order of ranks, so that equal boxes of replicas are listed as the server's
-ranks choose among them.
+rank. Shards of one name are in the order of ranks. The server's ranks rely on this order when they choose among equal
+boxes of replicas.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from verl_server.weight_sync.trainer.shards import LocalPart, TensorShard, local
 Pushed = tuple[str, torch.Tensor | TensorShard]
 
 _LISTED = 4
-"""Most tensors that an error names."""
+"""The most tensors that an error names."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of plain tensors, which are no wrappers."""
+"""Types of plain tensors, as opposed to wrappers."""
 
 
 def readable_memory(name: str, value: Any) -> torch.Tensor:
-    """Return the plain tensor that this rank holds of a value. Raise BadRequestError if it has no plain memory."""
+    """Return this rank's part of a value as a plain tensor. Raise BadRequestError if the value has no plain memory."""
     tensor = value if type(value) in PLAIN else _inner(name, value)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg() or tensor.is_quantized:
         raise BadRequestError(f"'{name}' ({tensor.layout}, device '{tensor.device}') has no plain memory to share.")
@@ -47,9 +47,9 @@ def _inner(name: str, value: Any) -> torch.Tensor:
 
 
 def describe_memory(tensors: list[Pushed], regions: dict[int, Region]) -> WeightsDescription:
-    """Describe `tensors` under a new id. `regions` has the region of each storage by its `_cdata`.
+    """Describe `tensors` under a new id. `regions` maps the `_cdata` of a storage to its region.
 
-    Raise BadRequestError for a tensor that has no memory, does not fit its declared box, or comes twice.
+    Raise BadRequestError for a tensor that has no memory, does not fit its declared box, or occurs twice.
     """
     allocations: list[Allocation] = []
     places: dict[str, int] = {}
@@ -98,7 +98,10 @@ def _check_memory(name: str, memory: torch.Tensor) -> None:
 def _another_shard(
     first: DescribedTensor, second: DescribedTensor, value: Any, boxes: list[LocalPart]
 ) -> DescribedTensor:
-    """Return `first`, to which a second shard of the same tensor is added. Raise BadRequestError for anything else."""
+    """Add a second shard of the same tensor to `first`, and return the result.
+
+    Raise BadRequestError if the second is no other shard of this tensor.
+    """
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
     known = [(shard.shape, shard.offset) for shard in first.shards]
     if not (isinstance(value, TensorShard) and same) or any((list(b.shape), list(b.offset)) in known for b in boxes):
@@ -110,15 +113,19 @@ def _another_shard(
 
 
 def merged_id(ids: list[str]) -> str:
-    """Return an id that changes whenever the memory of one of the ranks does: the id itself if there is one rank."""
+    """Return the id of the merged description, which changes if the id of any rank changes.
+
+    With one rank it is that rank's id.
+    """
     return ids[0] if len(ids) == 1 else hashlib.blake2b(" ".join(ids).encode(), digest_size=16).hexdigest()
 
 
 def merge(descriptions: list[WeightsDescription], readers: list[int] | None = None) -> WeightsDescription:
-    """Return the shards of all ranks by name. Raise BadRequestError where ranks contradict each other, or leave gaps.
+    """Return the shards of all ranks by name. Raise BadRequestError if ranks contradict each other, or leave gaps.
 
-    `readers` are the trainer ranks of the engine that reads the shards; None: all. If these ranks hold a tensor in
-    full, only their shards are taken. The copies on other engines' ranks lie further away, and may be meant for those.
+    `readers` are the trainer ranks of the engine that reads the shards; None means all ranks. If these ranks together
+    hold a full tensor, only their shards are listed. The copies on the ranks of other engines are further away, and may
+    be intended for those engines.
     """
     readers = list(range(len(descriptions))) if readers is None else readers
     held: dict[str, dict[int, DescribedTensor]] = {}
@@ -145,7 +152,7 @@ class _Merged:
         self.tensors: list[DescribedTensor] = []
         self._descriptions = descriptions
         self._numbers: dict[tuple[int, int], int] = {}
-        """(rank, its number there) -> number of an allocation here."""
+        """(rank, index of an allocation in the rank's description) -> index in the merged description."""
 
     def add(self, name: str, by_rank: dict[int, DescribedTensor]) -> None:
         (first, source), *others = by_rank.items()
@@ -166,14 +173,17 @@ class _Merged:
 
 
 def _gap(by_rank: dict[int, DescribedTensor]) -> int:
-    """Return the number of elements of a tensor that none of these ranks holds; positive if there are no ranks."""
+    """Return the number of elements of a tensor that none of these ranks holds. Without ranks it is positive."""
     boxes = {(tuple(shard.offset), tuple(shard.shape)) for source in by_rank.values() for shard in source.shards}
     size = math.prod(next(iter(by_rank.values())).shape) if by_rank else 1
     return max(0, size - sum(math.prod(shape) for _, shape in boxes))
 
 
 def _refuse_gaps(gaps: list[str], ranks: int) -> None:
-    """Raise BadRequestError if there are gaps. The server refuses them, too, but does not know the trainer's ranks."""
+    """Raise BadRequestError if the shards leave gaps.
+
+    The server refuses gaps, too, but its error cannot name the trainer's ranks.
+    """
     if gaps:
         rest = f" and {len(gaps) - _LISTED} more" if len(gaps) > _LISTED else ""
         raise BadRequestError(

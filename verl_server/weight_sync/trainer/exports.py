@@ -1,10 +1,11 @@
-"""Storages of this process, made readable for others: each is exported once and remembered while it lives.
+"""Makes storages of this process readable for other processes. Each storage is exported once.
 
-One `Exports` serves the whole process, as the memory is the process's; `sender` asks it for every storage that
-is pushed. On CPU a storage is moved into shared memory, in place: parameters, views and optimizer keep working
-on it (it can no longer be resized). A child that is forked later shares that memory, so what it writes to an
-inherited parameter the parent sees. Memory that a NumPy array or another library may refer to by address,
-page-locked memory, and CUDA memory that cannot be exported are copied into shared memory at every push instead.
+One `Exports` serves the whole process. `sender` requests the region of every storage that is pushed. On the CPU a
+storage is moved into shared memory, in place: parameters, views and optimizer continue to use the same storage, which
+can no longer be resized. A child that is forked later shares this memory: if the child writes to an inherited
+parameter, the parent's parameter changes. Three kinds of memory are copied into shared memory at every push instead:
+memory that a NumPy array or another library may refer to by address, page-locked memory, and CUDA memory that cannot be
+exported.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ from verl_server.weight_sync.shared_memory import Arena, describe_fd, out_of_mem
 logger = logging.getLogger(__name__)
 
 _BUFFER_ID = 7
-"""CU_POINTER_ATTRIBUTE_BUFFER_ID: a number that no other allocation of this process ever has, before or after."""
+"""CU_POINTER_ATTRIBUTE_BUFFER_ID: the driver's number of an allocation, which is unique in the life of the process."""
 _CUDA_MALLOC = b"c"
-"""Second byte of a handle that torch made of cudaMalloc's memory (the first is a version). "e" is an expandable
-segment, whose pages can be exchanged under the same address, and which another process may not be allowed to open."""
+"""Second byte of torch's handle of memory from cudaMalloc. The first byte is a version.
+
+A second byte "e" means an expandable segment. Its pages can be exchanged under the same address, and another process
+may not be allowed to open it.
+"""
 
 
 @dataclass(slots=True)
 class Region:
-    """The place where other processes can read one storage."""
+    """The memory in which other processes can read one storage."""
 
     storage: StorageWeakRef
-    """Keeps the StorageImpl's address from being used again, not its memory."""
+    """Weak reference to the storage.
+
+    It keeps the address of the StorageImpl from being reused, but does not keep the memory.
+    """
     device: torch.device
     data_ptr: int
     nbytes: int
@@ -47,11 +54,11 @@ class Region:
     offset: int = 0
     """Byte offset of the storage inside the allocation."""
     staging: torch.UntypedStorage | None = None
-    """A copy that is refreshed at every push, for a storage that cannot be shared."""
+    """A copy in shared memory that is refreshed at every push, for a storage that cannot be shared."""
     memory_is_alive: Callable[[], object] | None = None
-    """CPU: a falsy result means that the described memory is gone, whatever lies at its address now."""
+    """CPU: the function returns a false value if the described memory was freed, even if its address was reused."""
     allocation_id: int = 0
-    """CUDA: the driver's number of this allocation, unique in the process's life; 0 if not known."""
+    """CUDA: the driver's number of this allocation, unique in the life of the process. 0 if it is unknown."""
 
     def is_there(self) -> bool:
         """Return True if the memory that was described still lies at its address (on CUDA see `is_allocated`)."""
@@ -66,12 +73,15 @@ class Region:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
     def is_allocated(self) -> bool:
-        """Return True if CUDA memory is in the described allocation; regions with one `allocation_id` agree."""
+        """Return True if the CUDA memory is still in the described allocation.
+
+        Regions with one `allocation_id` have one result.
+        """
         return not self.allocation_id or allocation_id(self.data_ptr) == self.allocation_id
 
     @property
     def can_be_kept(self) -> bool:
-        """True if a change of this memory would be noticed, so that a server may keep it open between pushes."""
+        """True if this process can detect that the memory was freed. Then a server may keep it open."""
         return self.allocation.kind != "cuda" or self.allocation_id != 0
 
     def refresh(self, storage: torch.UntypedStorage) -> None:
@@ -80,7 +90,7 @@ class Region:
 
 
 class Exports:
-    """The regions of this process. Thread-safe; a forked child starts with none."""
+    """The regions of this process. Thread-safe. A forked child starts without regions."""
 
     def __init__(self) -> None:
         self._reset()
@@ -93,9 +103,9 @@ class Exports:
         self._warned = False
 
     def regions(self, storages: Iterable[torch.UntypedStorage]) -> dict[int, Region]:
-        """Return the region of each storage by its `_cdata`; what is not exported yet, or moved since, is exported.
+        """Return {`_cdata` of a storage: its region}. Export storages that are new, or that moved since their export.
 
-        Raise WeightUpdateError when there is no shared memory left; every storage then still holds its values.
+        Raise WeightUpdateError if there is no shared memory left. Every storage then still has its values.
         """
         with self._lock:
             self._forget_freed()
@@ -141,7 +151,7 @@ class Exports:
         return region
 
     def _move(self, storages: list[torch.UntypedStorage]) -> None:
-        """Into one arena, one storage at a time, so that no more than one is held twice."""
+        """Move storages into one arena, one after the other, so that at most one storage is in memory twice."""
         if not storages:
             return
         arena = Arena(sum(page_aligned(s.nbytes()) for s in storages))
@@ -177,11 +187,11 @@ class Exports:
 
 
 def _describe_cuda(storage: torch.UntypedStorage) -> Allocation:
-    """Export once; torch's count of importers is settled at once, for the protocol replaces it.
+    """Export CUDA memory once, and decrement torch's count of importers, which this protocol does not use.
 
-    torch would keep memory that the trainer frees until an importer decrements the export's counter. Our
-    importers never outlive the update that named the memory, or its registration (see `registrations`), during
-    which the trainer keeps it, so the count would only hold memory back when a server dies.
+    torch keeps memory that the trainer frees until an importer decrements the count of the export. A server reads the
+    memory only during an update, or while it is registered (see `registrations`), and the trainer keeps the memory
+    during that time. So the count would only leak memory if a server dies.
     """
     _, handle, nbytes, offset, counter, counter_offset, _, _ = storage._share_cuda_()  # type: ignore[no-untyped-call]
     torch.UntypedStorage._release_ipc_counter(counter, counter_offset, device=storage.device)  # type: ignore[no-untyped-call]
@@ -197,10 +207,10 @@ def _describe_cuda(storage: torch.UntypedStorage) -> Allocation:
 
 
 def _foreign_memory(storages: list[torch.UntypedStorage]) -> set[int]:
-    """`_cdata` of the CPU storages whose memory must stay in place: page-locked, or not allocated by torch.
+    """Return the `_cdata` of the CPU storages whose memory must not move: page-locked, or not allocated by torch.
 
-    The private mapping of a checkpoint file does not count as foreign: a model fresh from `from_pretrained`
-    lies in such mappings, and nobody else holds the address.
+    The private mapping of a checkpoint file may move: a model from `from_pretrained` is in such mappings, and no other
+    library has their addresses.
     """
     foreign = [s for s in storages if not s.resizable() or (torch.cuda.is_available() and s.is_pinned())]
     if not foreign:
@@ -215,12 +225,12 @@ def _foreign_memory(storages: list[torch.UntypedStorage]) -> set[int]:
 
 
 def can_swap_storages() -> bool:
-    """torch 2.12 and later can exchange the memory of two storages."""
+    """Return True if torch can exchange the memory of two storages, as torch 2.12 and later can."""
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def _describe_shared_by_torch(storage: torch.UntypedStorage) -> Allocation:
-    """Memory that torch shares already (`share_memory_()`), or moves itself on releases that cannot swap."""
+    """Return a storage that torch shares (`share_memory_()`), or that torch moves because it cannot swap storages."""
     try:
         fd, nbytes = storage._share_fd_cpu_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -229,7 +239,10 @@ def _describe_shared_by_torch(storage: torch.UntypedStorage) -> Allocation:
 
 
 def _check_dev_shm(nbytes: int) -> None:
-    """torch writes into /dev/shm without reserving first: running out there would be SIGBUS."""
+    """Raise WeightUpdateError if /dev/shm lacks the memory.
+
+    torch writes there without a reservation, so a full /dev/shm would be SIGBUS.
+    """
     status = os.statvfs("/dev/shm")
     if status.f_bavail * status.f_frsize < nbytes:
         raise out_of_memory(OSError(28, "No space left in /dev/shm"), nbytes)
@@ -239,7 +252,7 @@ def _check_dev_shm(nbytes: int) -> None:
 
 
 def allocation_id(address: int) -> int:
-    """Return the driver's number of the allocation at a device address; 0 if it cannot be asked.
+    """Return the driver's number of the allocation at a device address, or 0 if the driver does not report it.
 
     Memory that was freed and allocated again at the same address has another number.
     """
@@ -254,7 +267,7 @@ def allocation_id(address: int) -> int:
 def device_frees(devices: Iterable[torch.device]) -> tuple[int, ...]:
     """Return how often torch's allocator returned memory of each device to the driver; empty if it does not count.
 
-    While this stays the same, whatever the allocator held lies where it lay: no need to ask for `allocation_id`s.
+    While the number stays the same, memory of the allocator has not moved, and `allocation_id`s need no check.
     """
     counts = []
     for device in devices:
@@ -275,9 +288,10 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def wait_for_writes(devices: Iterable[torch.device]) -> None:
-    """Return when everything that was queued on these devices, on any stream, is done.
+    """Return when all work that is queued on these devices, on any stream, is complete.
 
-    CPU tensors may be the target of copies from the current device, which is waited for where CUDA is in use.
+    If CUDA is in use, CPU tensors may be the target of copies from the current device. The function waits for this
+    device, too.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return

@@ -1,8 +1,8 @@
-"""The places of pushed tensors in memory, and the check by which a push notices that a tensor moved.
+"""The places of pushed tensors in memory, and the check with which a push detects that a tensor moved.
 
-Called by `sender` at every push, so every pass over the tensors runs at C speed. A `MemoryLayout` is a full record. A
-`LayoutGuard` is cheaper: it compares tensors that are known to be the same objects, so it only has to ask for what can
-be changed in place.
+`sender` calls this module at every push, so every loop over the tensors runs in C. A `MemoryLayout` is a full record. A
+`LayoutGuard` is a cheaper check of tensors that are known to be the same objects: it compares only properties that can
+change in place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec
 
 
 class NamedTensors(list[Pushed]):
-    """(name, tensor) pairs that nobody changes any more: the same list always holds the same tensors."""
+    """(name, tensor) pairs. The list is never changed, so the same list always has the same tensors."""
 
     def __init__(self, pairs: Iterable[Pushed]) -> None:
         super().__init__(pairs)
@@ -37,10 +37,10 @@ class NamedTensors(list[Pushed]):
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """The addresses, shapes, strides and dtypes of tensors, and the parts of full tensors that they are.
+    """The addresses, shapes, strides and dtypes of tensors, and their boxes in full tensors.
 
-    Two layouts are equal if none of this has changed. The caller must know that the storages are still alive: an
-    address may be used again.
+    Two layouts are equal if nothing of this has changed. The caller must know that the storages still exist, because an
+    address may be reused.
     """
 
     parts: list[Any]
@@ -68,16 +68,17 @@ class MemoryLayout:
             raise
 
     def differences(self, other: MemoryLayout) -> Iterator[int]:
-        """Positions of the tensors that differ between two layouts of one set."""
+        """Return the indices of the tensors that differ between two layouts of one set."""
         now, then = (zip(x.storages, x.addresses, x.shapes, x.strides, x.dtypes, strict=True) for x in (self, other))
         return (i for i, (a, b) in enumerate(zip(now, then, strict=True)) if a != b)
 
 
 class LayoutGuard:
-    """Notices when tensors of a known layout are changed in place: by `.data`, `set_`, `resize_`, `t_` and the like.
+    """Detects that tensors of a known layout were changed in place, for example by `.data`, `set_`, `resize_` or `t_`.
 
-    The guard that torch puts before compiled functions compares types, dtypes, devices, shapes and strides of all
-    tensors in one call, in a fifth of the time that reading them takes. It does not compare addresses.
+    It uses the guard that torch puts before compiled functions. This guard compares types, dtypes, devices, shapes and
+    strides of all tensors in one call, in a fifth of the time that it takes to read them in Python. The guard of torch
+    does not compare addresses, which this class compares itself.
     """
 
     def __init__(self, tensors: NamedTensors, layout: MemoryLayout) -> None:
@@ -89,9 +90,9 @@ class LayoutGuard:
         self._guard: Any = TensorGuards(*memories, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
     def is_same(self, tensors: list[Pushed]) -> bool:
-        """Return True if these are the same tensors, at the same addresses, read in the same way.
+        """Return True if the tensors are the same objects, with unchanged addresses, shapes, strides and dtypes.
 
-        False may also mean that the guard cannot say: then compare layouts.
+        False may also mean that the guard cannot decide. In this case, compare layouts.
         """
         if self._tensors() is not tensors:
             return False
@@ -104,7 +105,10 @@ class LayoutGuard:
 
 
 def _memories(tensors: list[Pushed]) -> tuple[list[Any], list[Any]]:
-    """Return this rank's plain tensors, and what else the sharded ones are; an empty list if none is sharded."""
+    """Return (this rank's plain tensors, boxes and full shapes of the sharded tensors).
+
+    The second is [] if none is sharded.
+    """
     values: list[Any] = [value for _, value in tensors]
     kinds = set(map(type, values))
     if kinds.issubset(PLAIN):
@@ -125,6 +129,6 @@ def _part(value: Any) -> Any:
 
 
 def _explain(tensors: list[Pushed]) -> None:
-    """Raise what is wrong with them, if anything is."""
+    """Raise BadRequestError if a tensor has no plain memory."""
     for name, value in tensors:
         readable_memory(name, value)

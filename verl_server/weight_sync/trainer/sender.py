@@ -32,15 +32,19 @@ logger = logging.getLogger(__name__)
 
 Named = Iterable[tuple[str, Any]]
 Origin = nn.Module | Named | Callable[[], Named]
-"""Source of the pushed tensors: a module's parameters, these very tensors, or a function called at each push."""
+"""Source of the pushed tensors: a module, a list of tensors, or a function that returns tensors at each push."""
 Handles = list[tuple[str, LocalSerializedTensor]]
 
 Mapping = Callable[[str, torch.Tensor], Iterable[Pushed]]
-"""(name, tensor) as the trainer has them -> the tensors or shards that the server knows, for example the parts of a
-fused projection. Views are pushed as fast as the tensor itself; what it computes anew is copied at every push."""
+"""Converts the trainer's (name, tensor) into tensors or shards under the server's names.
+
+For example, it splits a fused projection. A view of a tensor is pushed as fast as the tensor itself. A tensor that the
+function computes is copied at every push.
+"""
 
 _REMEMBERED = 16
-"""Sets of names of which a sender remembers the description: a version may come in several pushes."""
+"""The most sets of names whose descriptions a sender keeps. One version may take several pushes with different names.
+"""
 _MOVES_BEFORE_WARNING = 3
 
 
@@ -50,13 +54,13 @@ class Described:
 
     description: WeightsDescription
     names_id: str
-    """Names the set of names, wherever the tensors lie."""
+    """Identifier of the set of names. It does not depend on the tensors' memory."""
     tensors: list[Pushed]
-    """Refer to the memory, for the time of a push."""
+    """References to the memory, for the duration of a push."""
     can_be_kept: bool
-    """True if a server may keep this memory open: changes of all of it would be noticed."""
+    """True if a server may keep this memory open, because this process can detect every change of the memory."""
     handles: Handles | None = None
-    """Handles for one update instead of the description, which is empty then."""
+    """Handles for one update. If there are handles, the description is empty."""
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Strong references to the storages of the tensors."""
@@ -64,7 +68,7 @@ class Described:
 
 
 class _Known:
-    """The last description of one set of names, without strong references to its memory."""
+    """The last description of one set of names, without strong references to the memory."""
 
     def __init__(
         self, description: WeightsDescription, names_id: str, layout: MemoryLayout, regions: dict[int, Region]
@@ -72,30 +76,36 @@ class _Known:
         self.description, self.names_id = description, names_id
         self.layout = layout
         self.regions = regions
-        """Storage -> region. The weak references of the regions pin the StorageImpls that layouts compare."""
+        """Storage -> region.
+
+        The weak references in the regions keep the addresses of the StorageImpls, which layouts compare.
+        """
         self.devices = list(dict.fromkeys(region.device for region in regions.values()))
         self.can_be_kept = all(region.can_be_kept for region in regions.values())
         self.is_copied = any(region.staging is not None for region in regions.values())
         self.moves = 0
-        """Number of pushes in a row that found the set in other memory."""
+        """Number of consecutive pushes in which the set was in other memory than before."""
         self._guard: LayoutGuard | None = None
         self._memories_alive = [r.memory_is_alive for r in regions.values() if r.memory_is_alive is not None]
         self._segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
         self._frees: tuple[int, ...] = ()
-        """Result of `device_frees` before the segments were last checked one by one."""
+        """Result of `device_frees` right before the last check of each segment."""
 
     def is_current(self, tensors: list[Pushed]) -> bool:
-        """Return True if every tensor lies where it was described. (Equal layouts are of the same, living storages.)"""
+        """Return True if every tensor is still in the described memory.
+
+        Equal layouts have the same storages, which still exist.
+        """
         if self._guard is not None and self._guard.is_same(tensors):
             return self._memory_is_there()
         self._guard = None
         return self.layout == MemoryLayout.at(tensors) and self._memory_is_there()
 
     def expect(self, tensors: list[Pushed]) -> None:
-        """Make a guard for `tensors`, which lie where they were described.
+        """Create a guard for `tensors`, which are in the described memory.
 
-        If the next push passes the same objects, the guard compares them. A guard does not read storages. So each
-        tensor must lie in memory that is known to stay while its storage lives.
+        If the next push passes the same objects, the guard compares them. A guard does not read storages. So the memory
+        of each tensor must be known to stay in place while its storage exists.
         """
         if self._guard is not None or not isinstance(tensors, NamedTensors) or not tensors:
             return
@@ -107,7 +117,7 @@ class _Known:
         return all(alive() is not None for alive in self._memories_alive) and self._segments_are_there()
 
     def _segments_are_there(self) -> bool:
-        """Return False if CUDA memory was returned to the driver, so that other memory may have its address."""
+        """Return False if CUDA memory of the set was returned to the driver, so that its address may be reused."""
         if not self._segments:
             return True
         frees = device_frees(self.devices)
@@ -118,7 +128,7 @@ class _Known:
         return there
 
     def is_dead(self) -> bool:
-        """Return True if a tensor of the set was freed, so that it can never be found there again."""
+        """Return True if a tensor of the set was freed, so that no later push can use this description."""
         return any(region.is_freed() for region in self.regions.values())
 
 
@@ -130,9 +140,9 @@ class WeightSender:
         self._lock = threading.Lock()
 
     def describe_source(self, source: Callable[[], Named], mapping: Mapping | None) -> Described:
-        """Describe the tensors that `source` returns, under the names and in the parts of `mapping`; see `describe`.
+        """Describe the tensors of `source`, after `mapping` has converted their names and parts. See `describe`.
 
-        If a `LocalSerializedTensor` is among them, the result has handles of all of them, in their order.
+        If one of the tensors is a `LocalSerializedTensor`, the result has handles of all tensors, in their order.
         """
         named = source()
         pairs: list[tuple[str, Any]] = named if isinstance(named, NamedTensors) else _checked(named)
@@ -146,10 +156,10 @@ class WeightSender:
         return Described(nothing, "", pairs, can_be_kept=True, handles=handles)
 
     def describe(self, tensors: list[Pushed]) -> Described:
-        """Return the memory of `tensors` on this rank, after everything that was queued on its devices is written.
+        """Describe the memory of `tensors` on this rank, after all work that is queued on its devices has completed.
 
-        Raise BadRequestError for what cannot be pushed, WeightUpdateError when there is no shared memory left;
-        every tensor then still holds its values.
+        Raise BadRequestError for a tensor that cannot be pushed, and WeightUpdateError if there is no shared memory
+        left. After an error every tensor still has its values.
         """
         names = tensors.names if isinstance(tensors, NamedTensors) else tuple(name for name, _ in tensors)
         with self._lock:
@@ -168,7 +178,7 @@ class WeightSender:
         return Described(known.description, known.names_id, tensors, known.can_be_kept)
 
     def _describe_anew(self, names: tuple[str, ...], tensors: list[Pushed], before: _Known | None) -> _Known:
-        """Describe a set that is new or has moved, and remember it."""
+        """Describe a set of tensors that is new or whose memory has moved. Keep the description."""
         storages = _storages(tensors)
         _refuse_gathered(tensors, storages)
         for dead in [key for key, other in self._known.items() if other.is_dead()]:
@@ -215,7 +225,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _storages(tensors: list[Pushed]) -> dict[int, torch.UntypedStorage]:
-    """Storages of the tensors by their `_cdata`."""
+    """Return {`_cdata`: storage} of the tensors."""
     found = {}
     for name, value in tensors:
         storage = readable_memory(name, value).untyped_storage()
@@ -225,7 +235,7 @@ def _storages(tensors: list[Pushed]) -> dict[int, torch.UntypedStorage]:
 
 
 def _refuse_gathered(tensors: list[Pushed], storages: dict[int, torch.UntypedStorage]) -> None:
-    """FSDP2's full parameters of the moment: after the optimizer's step they hold the old values."""
+    """Raise BadRequestError for FSDP2's gathered parameters, which have the old values after the optimizer's step."""
     gathered = gathered_by_fsdp().intersection(storages)
     names = [name for name, value in tensors if local_tensor(value).untyped_storage()._cdata in gathered]
     if names:
@@ -258,10 +268,10 @@ _exports = Exports()  # one for the process, as the memory is the process's
 
 
 def describe_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, LocalSerializedTensor]]:
-    """Return handles through which the schedulers of this host read whole tensors, in the order given.
+    """Return handles through which the schedulers of this host read whole tensors, in the order of the argument.
 
-    They are opened for one update and planned anew each time: `EngineBase.update_weights_from_tensor` and
-    `register_weights` are faster, and read shards.
+    The server opens the handles for one update, and plans each update anew. `EngineBase.update_weights_from_tensor` and
+    `register_weights` are faster, and can read shards.
     """
     tensors = [(name, readable_memory(name, _whole(name, tensor))) for name, tensor in named_tensors]
     wait_for_writes({tensor.device for _, tensor in tensors})

@@ -1,7 +1,7 @@
 """Finds the parts of a full tensor that lie in this rank's memory, without any collective.
 
-Called by `sender` for everything that is pushed. A `DTensor` knows its mesh and placements, from which each
-rank computes alone where its local tensor belongs; a `TensorShard` says so itself; a plain tensor is whole.
+`sender` calls this module for every pushed tensor. From the mesh and placements of a `DTensor`, each rank computes the
+boxes of its local tensor alone. A `TensorShard` declares its box. A plain tensor is a whole tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A plain tensor that is one box (a range of each dimension) of a full tensor, for trainers without `DTensor`.
+    """A plain tensor that is one box (a range in each dimension) of a full tensor, for trainers without `DTensor`.
 
-    One rank may pass several shards of one name, and several ranks may pass the same box (copies). The boxes of all
-    ranks together must cover the full tensor. Megatron's shards have this form.
+    One rank may pass several shards of one name, and several ranks may pass copies of one box. The boxes of all ranks
+    together must cover the full tensor. Megatron's shards have this form.
     """
 
     tensor: torch.Tensor
@@ -38,7 +38,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A part of a full tensor that lies in one local tensor without gaps."""
+    """A box of a full tensor that is also a box of this rank's local tensor."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -48,9 +48,9 @@ class LocalPart:
 
 
 def parts_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, ...], list[LocalPart]]:
-    """(shape of the full tensor, boxes of it that `value` holds on this rank; none if it holds nothing).
+    """Return (shape of the full tensor, boxes of it that `value` has on this rank). The list is empty if it has none.
 
-    Raise BadRequestError for `Partial` placements and boxes that do not fit.
+    Raise BadRequestError for `Partial` placements, and for boxes that do not fit.
     """
     if isinstance(value, TensorShard):
         return tuple(value.shape), _declared(name, value)
@@ -71,7 +71,7 @@ def parts_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, .
 
 
 def local_tensor(value: torch.Tensor | TensorShard) -> torch.Tensor:
-    """Return the memory that this rank holds of `value`, outside of autograd."""
+    """Return this rank's local tensor of `value`, detached from autograd."""
     if isinstance(value, TensorShard):
         return value.tensor
     # to_local() records a view for autograd, which takes longer than all of a push's other checks together.
@@ -85,7 +85,10 @@ def sharded_parts(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> list[LocalPart]:
-    """Boxes of the rank at `coordinate` of a mesh, by the placements along each mesh dimension, in their order."""
+    """Return the boxes of the rank at `coordinate` of a mesh.
+
+    The placements are applied in the order of mesh dimensions.
+    """
     dims: list[list[Interval]] = [[(0, size)] for size in shape]
     for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, _StridedShard):
@@ -104,7 +107,7 @@ def sharded_parts(
 
 
 def _chunk(intervals: list[Interval], count: int, index: int) -> list[Interval]:
-    """Return piece `index` of `count` of what the intervals hold, laid end to end, as `torch.chunk` divides it."""
+    """Concatenate the intervals, divide them into `count` chunks as `torch.chunk` does, and return chunk `index`."""
     size = -(-sum(stop - start for start, stop in intervals) // count)
     first, last, position, piece = index * size, (index + 1) * size, 0, []
     for start, stop in intervals:
@@ -116,7 +119,7 @@ def _chunk(intervals: list[Interval], count: int, index: int) -> list[Interval]:
 
 
 def _joined(intervals: list[Interval]) -> list[Interval]:
-    """Neighbours that touch as one interval: fewer boxes to copy."""
+    """Merge adjacent intervals, so that there are fewer boxes to copy."""
     joined: list[Interval] = []
     for start, stop in intervals:
         if joined and joined[-1][1] == start:
@@ -127,7 +130,7 @@ def _joined(intervals: list[Interval]) -> list[Interval]:
 
 
 def _products(dims: list[list[Interval]]) -> list[LocalPart]:
-    """One part for each combination of intervals; none if a dimension is empty."""
+    """Return one part for each combination of intervals, [] if a dimension has no interval."""
     placed: list[list[tuple[int, int, int]]] = []
     for intervals in dims:
         local = itertools.accumulate((stop - start for start, stop in intervals), initial=0)
@@ -141,7 +144,7 @@ def _products(dims: list[list[Interval]]) -> list[LocalPart]:
 
 
 def _extent(boxes: list[LocalPart]) -> tuple[int, ...]:
-    """Shape of the local tensor that holds the boxes."""
+    """Return the shape of the local tensor that contains the boxes."""
     ends = ([at + size for at, size in zip(box.local_offset, box.shape, strict=True)] for box in boxes)
     return tuple(max(dim) for dim in zip(*ends, strict=True))
 

@@ -1,7 +1,7 @@
-"""Reads the trainer's modules for pushes: their parameters now, and which ones FSDP2 has gathered for a moment.
+"""Reads the trainer's modules for pushes: their present parameters, and the parameters that FSDP2 has gathered.
 
-Parameters are listed again at every push, so that one that was replaced is noticed; as long as the modules are
-built as they were, that costs a comparison and not a walk.
+Parameters are listed again at every push, so that a replaced parameter is detected. While the structure of the modules
+is unchanged, this takes a comparison, and no traversal of the modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_server.weight_sync.trainer.memory_layout import NamedTensors
 
 
 class ModuleParameters:
-    """The parameters of a module under their names, sharded if FSDP2 shards them. Refers to the module."""
+    """The parameters of a module under their names, sharded if FSDP2 shards them. It has a reference to the module."""
 
     def __init__(self, module: nn.Module) -> None:
         for child in module.modules():
@@ -33,10 +33,10 @@ class ModuleParameters:
         self._read()
 
     def named(self) -> NamedTensors:
-        """Return (name, parameter) of `named_parameters()`, after resharding. While the parameters are the same
-        objects, the returned list is the same object, too.
+        """Return (name, parameter) of `named_parameters()`, after resharding.
 
-        Parameters that FSDP2 gathered are other objects than the sharded ones, so they are noticed like any change.
+        While the parameters are the same objects, the returned list is the same object, too. Parameters that FSDP2
+        gathered are not the sharded objects, so they are detected like any other change.
         """
         if [*map(len, self._tables)] != self._sizes or not all(map(operator.is_, self._entries(), self._members)):
             self._read()
@@ -54,14 +54,15 @@ class ModuleParameters:
         self._members = [*self._entries()]
 
     def _entries(self) -> Iterator[Any]:
-        """All children and parameters, one table after the other."""
+        """Return all children and parameters of the modules, in the order of the modules' tables."""
         return itertools.chain.from_iterable(map(dict.values, self._filled))
 
 
 def gathered_by_fsdp() -> set[int]:
-    """`_cdata` of the storages that FSDP2 gathers full parameters into, of every module of this process.
+    """Return the `_cdata` of the storages into which FSDP2 gathers full parameters, for all modules of this process.
 
-    FSDP2 resizes them between forward and backward, and does not write them back: they are nobody's weights.
+    FSDP2 resizes these storages between forward and backward, and never copies them to the sharded parameters. So they
+    must not be pushed.
     """
     storages = set()
     for module in list(_module_state_mapping):
@@ -72,7 +73,7 @@ def gathered_by_fsdp() -> set[int]:
 
 
 def _fsdp_parameters(module: FSDPModule) -> list[Any]:
-    """FSDP2's own records of the parameters that it shards; it has no public way to ask for them."""
+    """Return FSDP2's records of the parameters that it shards. FSDP2 has no public interface for this."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # releases of torch before several groups a module: one
     groups = groups if groups is not None else [state._fsdp_param_group]

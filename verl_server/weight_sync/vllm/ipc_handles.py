@@ -17,13 +17,13 @@ from verl_server.weight_sync.sglang.payloads import GLOBALS, ITEMSIZES, decoded,
 
 _ARGUMENTS = 15
 _DEVICE = 6
-"""Index of the device, the sender's number of it, among the arguments of `rebuild_cuda_tensor`."""
+"""Index of the argument of `rebuild_cuda_tensor` that is the sender's device number."""
 
 
 def parse_ipc_handles(given: PickledHandles, device_uuid: str) -> list[tuple[str, TensorHandle]]:
     """Return (name, handle) of each tensor, in the memory of the GPU `device_uuid`.
 
-    Raise BadRequestError if a handle is damaged, is of another GPU, or is not the announced tensor.
+    Raise BadRequestError if a handle is damaged, belongs to another GPU, or does not match the announced tensor.
     """
     names, shapes = [tensor_name(name) for name in given.names], given.shapes
     counts = {len(names), len(given.dtypes), len(shapes)}

@@ -2,8 +2,9 @@
 
 A scheduler process calls it as soon as the driver has named the GPU. If the Triton cache has no stamp for this model,
 these settings and this GPU, it starts `compile_process`, which fills the cache and writes the stamp. Nothing waits for
-that process, and a failure of it is a warning: an engine that needs a kernel before it is compiled compiles the kernel
-itself, and waits for one that is being compiled (`kernels.compilation`). With a stamp the call takes milliseconds.
+that process, and its failure is only a warning. If the engine needs a kernel that is not compiled, the engine compiles
+the kernel itself. If the kernel is being compiled, the engine waits for it (`kernels.compilation`). With a stamp the
+call takes milliseconds.
 
 This module imports neither torch nor Triton, because it runs while the scheduler process imports them.
 """
@@ -46,8 +47,10 @@ _SETTINGS = (
     "cuda_graph_max_bs",
     "fused_weight_copy",
 )
-"""Settings on which kernels depend. With one that is missing here, a changed setting compiles its kernels when they are
-needed."""
+"""Settings on which kernels depend.
+
+If a setting is missing here, kernels for its changed value are compiled when they are needed.
+"""
 
 
 class CompileRequest(msgspec.Struct, frozen=True):
@@ -61,7 +64,10 @@ class CompileRequest(msgspec.Struct, frozen=True):
 
 
 def compile_ahead(server_args: ServerArgs, gpu: GpuKind) -> ChildProcess | None:
-    """Start to compile what the Triton cache lacks. Return the process, None if nothing is to be done."""
+    """Start to compile kernels that the Triton cache lacks.
+
+    Return the process, or None if there is nothing to compile.
+    """
     try:
         if importlib.util.find_spec("triton") is None or not launches_triton(server_args):
             return None
@@ -76,9 +82,9 @@ def compile_ahead(server_args: ServerArgs, gpu: GpuKind) -> ChildProcess | None:
 
 
 def compile_request(server_args: ServerArgs, gpu: GpuKind) -> CompileRequest:
-    """Return the request whose stamp has a name that differs whenever other kernels may be compiled.
+    """Return the request. The name of its stamp differs if the kernels may differ.
 
-    The driver's version is not part of it, because Triton compiles for the GPU with a compiler of its own.
+    The name does not depend on the driver's version, because Triton compiles for the GPU with a compiler of its own.
     """
     versions = [importlib.metadata.version(name) for name in ("triton", "torch")]
     folder = local_folder(server_args.model_path)
@@ -97,5 +103,5 @@ def num_processes(server_args: ServerArgs) -> int:
 
 
 def launches_triton(server_args: ServerArgs) -> bool:
-    """Return True if attention on a GPU is Triton's. With PyTorch's attention nothing is compiled ahead."""
+    """Return True if Triton computes attention on a GPU. With PyTorch's attention nothing is compiled ahead."""
     return server_args.attention_backend in ("auto", "triton")

@@ -4,8 +4,8 @@ Called by `compile_process`. The engine's own `ModelRunner` runs its steps on th
 shapes, dtypes and alignment, but no memory. Triton's hook before a compilation records each specialization and prevents
 the compilation, and with it the launch. The model has one layer, because all layers launch the same kernels.
 
-Everything that decides a specialization is the engine's own code. Only the steps are chosen here: every step that can
-be captured as a CUDA graph, and prompts of many lengths.
+The engine's own code determines every specialization. This module chooses only the steps: every step that can be
+captured as a CUDA graph, and prompts of many lengths.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Job:
     kernel: Any
     """The `triton.JITFunction`."""
     specialization: str
-    """What `JITFunction.preload` takes: signature, constants and options, as JSON."""
+    """Argument of `JITFunction.preload`: signature, constants and options, as JSON."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Job:
 
 @torch.inference_mode()
 def record_jobs(server_args: ServerArgs, gpu: GpuKind) -> list[Job]:
-    """Return the kernels of a rank, those that take longest first. The process must not use Triton for anything else.
+    """Return the kernels of a rank, the slowest compilations first. The process must not use Triton for anything else.
 
     Raise VerlServerError if the settings do not fit the model.
     """
@@ -73,7 +73,7 @@ def record_jobs(server_args: ServerArgs, gpu: GpuKind) -> list[Job]:
 
 
 class TargetOnly:
-    """Stands in for Triton's driver in a process that compiles for a GPU and launches nothing."""
+    """A replacement of Triton's driver, for a process that compiles for a GPU and launches nothing."""
 
     def __init__(self, gpu: GpuKind) -> None:
         from triton.backends.compiler import GPUTarget
@@ -142,7 +142,10 @@ def _run_steps(server_args: ServerArgs) -> None:
 
 
 class _Alone(TpGroup):
-    """A group of `size` ranks of which only the first exists. Results have the shapes that they have with all ranks."""
+    """A group of `size` ranks of which only the first exists.
+
+    The results of collectives have the shapes of the full group.
+    """
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

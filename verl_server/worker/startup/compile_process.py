@@ -1,9 +1,9 @@
 """The process that compiles kernels ahead: the entry of `ChildProcess("compile-ahead", ...)`.
 
 `compile_all` records the kernels of the engine (`compile_jobs`), and forks processes that compile them into Triton's
-cache. No process uses the GPU, so that nothing of its memory is taken while the engine measures how much is free. Forks
-are safe here, because this process has neither a CUDA context nor threads that hold locks; and a fork need not import
-torch again. `verl-server warm-up` calls `compile_all` too.
+cache. No process uses the GPU, so none takes memory while the engine measures how much is free. Forks are safe here,
+because this process has neither a CUDA context nor threads that hold locks. A forked process need not import torch
+again. `verl-server warm-up` calls `compile_all` too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _LOG_SECONDS = 5.0
 """Seconds between two lines of the log."""
 _NICENESS = 10
-"""The engine's own processes come first, where cores are short."""
+"""Niceness of these processes: the engine's own processes take precedence if there are few cores."""
 _PR_SET_PDEATHSIG = 1
 
 _jobs: list[Job] = []
@@ -48,7 +48,7 @@ class Compiled:
     compiled: list[str]
     """Names of the kernels that were compiled, once for each specialization."""
     cached: int
-    """Number of kernels that the cache had already."""
+    """Number of kernels that were in the cache already."""
     failed: dict[str, str]
     """Name -> error of the kernels that cannot be compiled."""
     seconds: float
@@ -86,7 +86,7 @@ def compile_all(request: CompileRequest) -> Compiled:
 
 
 def _enter_fork(parent: int) -> None:
-    """Prepare a forked process: it ends with its parent, and counts what it compiles."""
+    """Prepare a forked process: it ends with its parent, and counts the kernels that it compiles."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -103,7 +103,7 @@ def _compile(index: int) -> int:
 
 
 def _set_launcher_tools() -> None:
-    """Let `_compile_launcher` work, if this machine has the library of the driver."""
+    """Prepare `_compile_launcher`, if this machine has the library of the driver."""
     from triton.runtime.driver import driver
 
     try:

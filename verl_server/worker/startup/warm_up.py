@@ -14,10 +14,12 @@ from verl_server.worker.startup.compile_ahead import compile_request, launches_t
 
 
 def warm_up(server_args: ServerArgs, capability: float | None = None, multiprocessors: int | None = None) -> str:
-    """Fill the cache for a GPU, or for this processor with `device="cpu"`. Return what was compiled and where it lies.
+    """Fill the cache for a GPU, or for this processor with `device="cpu"`.
 
-    The GPU is this machine's, or the one with the compute capability `capability` (9.0, for example) and the number of
-    `multiprocessors`. Raise VerlServerError if something cannot be compiled.
+    Return the compiled kernels and the cache's folder.
+
+    The GPU is this machine's GPU, or a GPU with the compute capability `capability` (for example 9.0) and
+    `multiprocessors` multiprocessors. Raise VerlServerError if something cannot be compiled.
     """
     if server_args.engine != "embedded":
         raise BadRequestError(f"warm-up compiles kernels of the embedded engine, not of engine={server_args.engine!r}.")

@@ -1,8 +1,8 @@
 """`Prepared`: a staged request of one rank, which the loop carries out.
 
-`WeightSources` makes it on the stager's thread. `WeightUpdater` calls `ready` on the loop; if all ranks are ready, it
-calls `commit`, `nonfinite` and `confirm`; and in any case `discard`. If all sources can be read in place, the
-receiver's `UpdatePlan` is the `Prepared`. This module has the classes for the other requests.
+`WeightSources` creates it on the stager's thread. `WeightUpdater` calls `ready` on the loop. If all ranks are ready,
+`WeightUpdater` calls `commit`, `nonfinite` and `confirm`. In any case it calls `discard`. If all sources can be read in
+place, the receiver's `UpdatePlan` is the `Prepared`. This module has the classes for the other requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class Prepared(Protocol):
         """Names of the parameters that `commit` writes. Complete after `commit`."""
 
     def ready(self) -> None:
-        """Check for the last time before the first write, with generation stopped. Raise if the write would fail."""
+        """Run the last check before the first write, with generation stopped.
+
+        Raise an error if the write would fail.
+        """
 
     def commit(self) -> None:
         """Start to write the weights. The device may finish after the return. An error may leave a part written."""
@@ -34,10 +37,16 @@ class Prepared(Protocol):
         """Return the trainer's names of tensors that hold NaN or infinity. Called when the device has finished."""
 
     def confirm(self, checksums: Mapping[str, str]) -> None:
-        """Raise if the data that was read differs from `checksums`. Called when the device has finished."""
+        """Raise WeightUpdateError if the data that was read differs from `checksums`.
+
+        Called when the device has finished.
+        """
 
     def discard(self) -> None:
-        """Close everything that staging opened. Called once, after or without `commit`, on the loop or the stager."""
+        """Close everything that staging opened.
+
+        Called once, after or without `commit`, on the loop or on a stager's thread.
+        """
 
 
 class Received:
@@ -47,7 +56,10 @@ class Received:
     """
 
     def __init__(self, receive: Callable[[], UpdatePlan], release: Callable[[], None]) -> None:
-        """`receive` returns the plan of the received tensors. `release` runs when they are not needed any more."""
+        """`receive` returns the plan of the received tensors.
+
+        `release` is called when the tensors are no longer needed.
+        """
         self._receive, self._release = receive, release
         self._plan: UpdatePlan | None = None
 
@@ -111,12 +123,12 @@ class Streamed:
 
 
 class Announced:
-    """An update whose tensors are known only as they arrive.
+    """An update whose tensors are described only as they arrive.
 
-    What fits in `most_bytes` is received before the first write, during staging or in `ready`. If this is all, the
-    update is checked as a whole. Otherwise `commit` writes what arrived, and receives, checks and writes the rest,
-    window by window. An update that is refused is received to its end, because the trainer's broadcasts would hang
-    otherwise.
+    The first tensors, up to `most_bytes`, are received before the first write, during staging or in `ready`. If these
+    are all tensors, the update is checked as a whole. Otherwise `commit` writes these tensors, and receives, checks and
+    writes the rest, window by window. An update that is refused is received to its end, because the trainer's
+    broadcasts would hang otherwise.
     """
 
     def __init__(
@@ -160,7 +172,7 @@ class Announced:
         self._is_ready = True
 
     def _check_held(self) -> None:
-        """Refuse an update whose beginning is wrong before anything is written."""
+        """Raise an error if the first tensors of the update are wrong, before anything is written."""
         try:
             self._make_plan([entry for window in self._held for entry in window], True).close()
         except VerlServerError:

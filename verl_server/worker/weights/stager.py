@@ -5,9 +5,10 @@ order. The ranks vote on each request, over a process group that only the stager
 request that all ranks staged is kept until its turn (`take`) or until it is dropped (`drop`). After each vote the
 stager wakes rank 0's loop, which reads the outcomes with `finished`.
 
-There are two threads, each with its own queue and process group. One only joins trainers' process groups: it waits for
-the trainer, which must not delay other requests. A thread may hang in foreign code, for example if the owner of a
-tensor does not answer. Only staging waits for it, and the threads are daemons, so they do not keep the process alive.
+There are two threads, each with its own queue and process group. One thread only joins trainers' process groups,
+because the wait for a trainer must not delay other requests. A thread may hang in foreign code, for example if the
+owner of a tensor does not answer. Then only staging waits. The threads are daemons, so they do not keep the process
+alive.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Staged:
 
 class Stager:
     def __init__(self, sources: Sources, tp: TpGroup, take_timeout: float) -> None:
-        """`take_timeout`: seconds that `take` waits for this rank's thread to note the result of the vote."""
+        """`take_timeout` is in seconds: `take` waits so long for this rank's thread to record a vote."""
         self._rank, self._take_timeout = tp.rank, take_timeout
         self.on_finished: Callable[[], None] = lambda: None
         """Called on a stager's thread after each vote, and when a vote failed."""
@@ -212,12 +213,12 @@ class _Lane:
 
 
 def digest_of_names(prepared: Prepared) -> int:
-    """Return a number that differs if ranks would write other parameters, whatever their order."""
+    """Return a number that depends on the set of written parameters, but not on their order. Ranks compare it."""
     return zlib.crc32("\n".join(sorted(prepared.names)).encode())
 
 
 def _without_frames(error: VerlServerError) -> VerlServerError:
-    """Return the error without a traceback, because the frames of a traceback keep opened memory alive."""
+    """Remove the traceback of an error and return the error. The frames of a traceback keep opened memory alive."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 

@@ -1,7 +1,8 @@
 """`Transaction`: records what the calls between begin and end wrote to one rank's weights.
 
-One on every rank. The `WeightUpdater` makes, fills and settles it. A single update is a transaction of one call. Rank 0
-decides which calls a transaction admits, and when it ends: see `scheduler/control/transaction_fence.py`.
+Each rank has one. The `WeightUpdater` creates it, records the writes in it, and ends it. A single update is a
+transaction of one call. Rank 0 decides which calls a transaction admits, and when it ends: see
+`scheduler/control/transaction_fence.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Transaction:
     torn_by: str
     """Reason why the weights were torn before the first write, if they were."""
     unwritten: Collection[str]
-    """Parameters that, before the first write, were missing for the weights to serve."""
+    """Parameters that had to be written before the weights could serve, at the start of the transaction."""
     full: bool = False
     """True if every parameter must be pushed before the transaction can end."""
     label: str | None = None
@@ -34,7 +35,7 @@ class Transaction:
     touched: bool = False
     """True if something was written."""
     failed: bool = False
-    """True if a write failed. Every parameter must then be pushed, also those written before the failure."""
+    """True if a write failed. Every parameter must then be pushed, including parameters written before the failure."""
     written: dict[str, None] = field(default_factory=dict)
     """Parameters that were written since the last failure."""
 
@@ -44,7 +45,7 @@ class Transaction:
         self.written.update(dict.fromkeys(names))
 
     def fail(self) -> None:
-        """Record that a write failed, after which no parameter counts as written."""
+        """Record that a write failed. No parameter counts as written after that."""
         self.touched = self.failed = True
         self.written = {}
 

@@ -19,10 +19,13 @@ class ReleasableMemory(Protocol):
         """Raise BadRequestError if the memory of `tags` cannot be released together."""
 
     def release_weights(self, keep_contents: bool | None = None) -> None:
-        """Free the weights' memory. Keep the contents in host memory if asked (None: by the server's setting)."""
+        """Free the weights' memory.
+
+        With `keep_contents`, keep the contents in host memory (None: by the server's setting).
+        """
 
     def resume_weights(self) -> bool:
-        """Allocate the weights again. Return True if their contents are those from before the release."""
+        """Allocate the weights again. Return True if they have the contents from before the release."""
 
     def release_kv_cache(self) -> None: ...
 
@@ -42,7 +45,7 @@ class UpdatedModel(Protocol):
 
     @property
     def memory(self) -> ReleasableMemory | None:
-        """None: this model cannot release memory."""
+        """The memory that can be released. None if this model cannot release memory."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished all copies."""

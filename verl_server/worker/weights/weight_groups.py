@@ -1,6 +1,6 @@
 """`WeightGroups`: the process groups, by name, through which trainers on other hosts send weights.
 
-Part of each rank's `WeightSources`. Joining and receiving happen on the stager's threads. An update that fits
+Each rank's `WeightSources` has one. The stager's threads join groups and receive tensors. An update that fits
 `weight_receive_bytes` is received completely before anything is written, so the old weights stay if the trainer dies. A
 larger update is received window by window during the commit, with generation stopped, and a failure leaves the weights
 torn.
@@ -39,9 +39,11 @@ class WeightGroups:
         self._budget = ReceiveBudget(server_args.weight_receive_bytes, server_args.control_timeout)
 
     def join(self, req: InitWeightsUpdateGroupReq) -> Done:
-        """Join the trainer's group within `control_timeout` seconds, in place of one whose trainer is gone.
+        """Join the trainer's group within `control_timeout` seconds.
 
-        Raise BadRequestError if a living group has the name, WeightUpdateError if the group cannot be joined.
+        The group replaces a group whose trainer has ended.
+
+        Raise BadRequestError if a working group has the name, and WeightUpdateError if the group cannot be joined.
         """
         with self._lock:
             old = self._groups.get(req.group_name)
@@ -58,7 +60,10 @@ class WeightGroups:
         return Done(lambda: self._undo_join(req.group_name))
 
     def destroy(self, name: str) -> None:
-        """Leave a group within a bounded time. A receive under way fails. Raise BadRequestError if there is none."""
+        """Leave a group within a bounded time. A receive in progress fails.
+
+        Raise BadRequestError if there is no such group.
+        """
         with self._lock:
             group = self._groups.pop(name, None)
         if group is None:
@@ -107,8 +112,8 @@ class WeightGroups:
     def _receive_now(self, update: Received | Announced) -> None:
         """Receive during staging, unless this could deadlock.
 
-        Two NCCL communicators have no common order. A receive could deadlock with the sums of a tensor-parallel model,
-        so it waits until generation is stopped.
+        Two NCCL communicators have no common order. A receive could deadlock with the all-reduces of a tensor-parallel
+        model, so it waits until generation is stopped.
         """
         if not (self._size > 1 and self._model.device.type == "cuda"):
             update.ready()
@@ -186,8 +191,8 @@ class WeightGroups:
 class Arriving:
     """Iterator over the windows of one update as they arrive.
 
-    If the trainer ends meanwhile, the iterator raises an error with status 500. The vote sends the status to all ranks,
-    so that they all know that the group is lost.
+    If the trainer ends during the update, the iterator raises an error with status 500. The vote sends the status to
+    all ranks, so that every rank knows that the group is lost.
     """
 
     def __init__(self, windows: Iterator[Window]) -> None:
@@ -210,7 +215,10 @@ class ReceiveBudget:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until `nbytes` fit, then count them. Raise ControlTimeoutError after the timeout."""
+        """Wait until `nbytes` more bytes are within the bound, then count them.
+
+        Raise ControlTimeoutError after the timeout.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: nbytes <= self._free, self._timeout):
                 raise ControlTimeoutError(

@@ -1,6 +1,7 @@
 """`WeightInspector`: reads the weights for `get_weights_by_name` and `weights_checker`.
 
-Called by `WeightUpdater` on every rank. Only `reset` changes weights; its caller marks them as torn.
+`WeightUpdater` calls it on every rank. Only `reset` changes weights, and the caller of `reset` marks the weights as
+torn.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class WeightInspector:
                     destination.normal_()
 
     def _need_pieces(self, names: Iterable[str], remedy: str) -> None:
-        """Raise BadRequestError if the engine keeps some of `names` in a layout of its own."""
+        """Raise BadRequestError if the engine stores some of `names` in another layout than the checkpoint."""
         if own := self._map.loaded(names):
             shown = ", ".join(own[:3]) + (", ..." if len(own) > 3 else "")
             raise BadRequestError(

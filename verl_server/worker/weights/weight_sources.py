@@ -1,9 +1,9 @@
 """`WeightSources`: prepares updates of every kind until they can be written.
 
-One on each rank, and thread-safe. The stager's threads call `prepare`, which opens the trainer's memory, reads a
-checkpoint, joins a process group or receives from it, checks everything against the model, and writes nothing. The loop
-carries out the `Prepared` that it returns, and looks up registrations. On rank 0 the loop also calls `check` to refuse
-requests with wrong fields.
+Each rank has one, which is thread-safe. The stager's threads call `prepare`. `prepare` opens the trainer's memory,
+reads a checkpoint, joins a process group, or receives from a group. It checks everything against the model, and writes
+no weight. The loop executes the `Prepared` that `prepare` returns, and looks up registrations. On rank 0 the loop also
+calls `check` to refuse requests with wrong fields.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WeightSources:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def check(self, req: WeightReq) -> None:
-        """Raise BadRequestError if the fields of `req` are wrong. Called on arrival on rank 0; nothing is opened.
+        """Raise BadRequestError if the fields of `req` are wrong. Rank 0 calls this on arrival. Nothing is opened.
 
         Raise UnknownRegistrationError if `req` names a registration that this rank does not know.
         """
@@ -85,7 +85,10 @@ class WeightSources:
             torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def prepare(self, req: StagedReq) -> Prepared:
-        """Do everything except the write on this rank. After an error nothing stays open."""
+        """Do everything for `req` on this rank except the write.
+
+        After an error, everything that was opened is closed.
+        """
         match req:
             case UpdateWeightsFromTensorReq():
                 return self._tensors(req)
@@ -182,10 +185,11 @@ def needs_staging(req: StagedReq) -> bool:
 
 
 def _may_be_partial(req: UpdateWeightsFromTensorReq) -> bool:
-    """Return True if parameters may be missing from an update: its caller says so, or it is a part by its nature.
+    """Return True if parameters may be missing from an update: its caller permits it, or the update is always a part.
 
-    Parts are the calls of a transaction, whose end checks all of them, and handles of single tensors, which SGLang's
-    and vLLM's trainers send as they come. A description is of all that a trainer has.
+    Two kinds of updates are always parts: the calls of a transaction, whose end checks all calls together, and handles
+    of single tensors, which SGLang's and vLLM's trainers send one after the other. A description, in contrast, is of
+    all tensors of a trainer.
     """
     if req.partial is not None:
         return req.partial

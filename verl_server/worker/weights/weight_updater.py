@@ -86,7 +86,7 @@ class WeightUpdater:
         """State and unwritten parameters before the release. They are valid again if the backup is restored."""
 
     def check(self, req: WeightReq) -> None:
-        """Raise BadRequestError if the fields of `req` are wrong. Rank 0 calls it on arrival; nothing is opened."""
+        """Raise BadRequestError if the fields of `req` are wrong. Rank 0 calls this on arrival. Nothing is opened."""
         self._sources.check(req)
 
     def handle(self, req: WeightReq, prepared: Prepared | None = None) -> ControlReply:
@@ -245,7 +245,7 @@ class WeightUpdater:
             logger.warning("Weights with NaN or infinity are served (allow_nonfinite): %s", _listed(nonfinite))
 
     def _settle(self, transaction: Transaction) -> tuple[str, dict[str, Any]]:
-        """Make the written weights the new version. Return the message, and what the reply says of the version."""
+        """Make the written weights the new version. Return (message, fields of the reply about the version)."""
         not_covered = transaction.not_covered(self._model.weight_map.parameters)
         self._unwritten = transaction.still_unwritten() if not transaction.failed else ()
         self.state = transaction.state if self._unwritten else "serving"
@@ -304,7 +304,7 @@ class WeightUpdater:
             raise WeightUpdateError(loader.refusal)
 
     def _need_whole_modules(self, names: list[str]) -> None:
-        """Raise WeightUpdateError if the model can install some of `names` only together with others."""
+        """Raise WeightUpdateError if the model can install some of `names` only with parameters that are missing."""
         loader = self._model.weight_map.loader
         if loader is not None and names and (lacking := loader.lacking(names)):
             raise WeightUpdateError(
@@ -416,7 +416,7 @@ class _DeviceTimer:
             event.record()
 
     def seconds(self) -> dict[str, float]:
-        """{"device": seconds of the work}, when the device has finished it; empty on the CPU."""
+        """Return {"device": seconds of the work} after the device has finished the work. Empty on the CPU."""
         if not self._events:
             return {}
         start, end = self._events

@@ -73,7 +73,7 @@ class ResponseAnswer:
             yield self._frames([("failed", {"response": failed})])
 
     async def _progress(self, state: ReqState) -> list[Event]:
-        """Parse what is new of the sample. Return the events."""
+        """Parse the text and tokens that the sample got since the last call. Return their events."""
         text, end, done = state.text(), len(state.output_ids), state.done
         events = await self._parse_tokens(state, text, end) if self._logprobs.is_on else []
         async for piece in text_pieces(text, self._chars):

@@ -1,4 +1,4 @@
-"""SGLang's routes for operators: profiling, garbage collection and settings; and its updates that are refused.
+"""SGLang's routes for operators: profiling, garbage collection, settings, and the update routes that are refused.
 
 Each refusal names the field or the route to use instead, because a missing route would look like a wrong address.
 """

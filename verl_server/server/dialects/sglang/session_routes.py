@@ -1,4 +1,7 @@
-"""SGLang's `open_session` and `close_session`: the same sessions under SGLang's wire, and the end of session hints."""
+"""SGLang's `open_session` and `close_session`, which create and delete this server's sessions.
+
+`close_session` also ends a session hint: an id that requests sent, and that is no session of this server.
+"""
 
 from __future__ import annotations
 

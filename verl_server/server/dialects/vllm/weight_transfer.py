@@ -181,8 +181,11 @@ class WeightTransfer:
         )
 
     async def start(self, carry_out: CarryOut, is_checkpoint_format: Any = True) -> dict[str, Any]:
-        """Return {"message"}. No step is taken until `/finish_weight_update`. Running requests finish before, unless
-        generation is paused. The transaction ends if it receives no call for `weight_update_lease` seconds."""
+        """Begin a weight update, after the running requests have finished. Return {"message"}.
+
+        If generation is paused, the update begins at once. The server runs no step until `/finish_weight_update`. The
+        transaction ends if the server receives no call of the transaction for `weight_update_lease` seconds.
+        """
         await carry_out(BeginWeightUpdateReq())
         return {"message": "Weight update started"}
 
@@ -240,7 +243,7 @@ class WeightTransfer:
     async def update_tensors(self, carry_out: CarryOut, update_info: Any = None) -> dict[str, Any]:
         """Write the tensors of `update_info` (see `UpdateInfo`) into the weights. Return {"message", "not_covered"}.
 
-        Outside a transaction, the update is one new version, and only then there is "not_covered". Raise
+        Outside a transaction, the update is one new version. "not_covered" is returned in this case only. Raise
         BadRequestError for a wrong `update_info`, or if the weight transfer is not initialized.
         """
         info = _converted("update_info", update_info, UpdateInfo)

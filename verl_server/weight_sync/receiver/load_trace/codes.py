@@ -1,8 +1,8 @@
 """Codes: values that identify the origin of each element of a checkpoint, for the proof of a `LoadTrace`.
 
-The code of an element is a hash of its tensor's number and its position. Two rounds give an element of two bytes 30
-bits. The bits are those of a finite number whose magnitude is below 2, so that a conversion to another floating dtype
-does the same to a code as to a weight.
+The code of an element is a hash of its tensor's number and its position. For a dtype of two bytes, two rounds have 30
+bits of hash together. Each code is a finite number with a magnitude below 2. So a conversion to another floating dtype
+changes a code in the same way as a weight.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 ROUNDS = 2
 _CHUNK = 1 << 24
-"""Elements whose hashes are in memory at one time."""
+"""Number of elements whose hashes are in memory at one time."""
 _MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-"""Odd constants of the splitmix64 generator (Steele et al. 2014), as signed integers."""
+"""The odd constants of the splitmix64 generator (Steele et al. 2014), as signed integers."""
 
 
 def coded(number: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, round_: int) -> Tensor:
@@ -37,7 +37,7 @@ def _hash(index: Tensor, number: int) -> Tensor:
 
 
 def _finite(x: Tensor, itemsize: int) -> Tensor:
-    """Return the low 8 * `itemsize` bits of each hash as a signed integer, the highest bit of the exponent cleared."""
+    """Return the low 8 * `itemsize` bits of each hash as a signed integer. The highest bit of the exponent is 0."""
     width = 8 * itemsize
     magnitude = x & ((1 << (width - 2)) - 1)
     return torch.where((x >> (width - 1)) & 1 == 1, magnitude - (1 << (width - 1)), magnitude)

@@ -1,8 +1,9 @@
 """`ParameterProof`: proves that copies write the same bytes into a parameter as the model's own loader.
 
-The caller loads codes (`codes.coded`) instead of weights through the model's own path. A parameter then shows where
-each of its elements came from. The proof writes the same codes by the copies into a scratch tensor, and compares every
-byte. So a kernel that shuffles, pads, converts or scales its weights is noticed, whatever the loader's trace says.
+The caller loads codes (`codes.coded`) instead of weights through the model's own loader. Each element of a parameter
+then identifies its origin. The proof copies the same codes into a scratch tensor, and compares every byte with the
+parameter. So it detects a kernel that shuffles, pads, converts or scales its weights, even if the trace of the loader
+does not show this.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ class ParameterProof:
         self._parameter, self._copies = parameter, copies
         written = self._written()
         self._rest = None if bool(written.all()) else parameter[~written].clone()
-        """Elements that no copy writes, such as padding: they must never change."""
+        """Elements that no copy writes, such as padding. The loader must never change them."""
         self._overlaps = sum(_count(copy) for copy in copies) > int(written.sum())
 
     def holds(self, code: Callable[[str], Tensor]) -> bool:
-        """Return True if the parameter has the same bits as the result of the copies. False if copies overlap.
+        """Return True if the parameter has the same bits as the result of the copies, and no copies overlap.
 
-        `code`: name of a checkpoint tensor -> the codes that were loaded for it.
+        `code` maps the name of a checkpoint tensor to the codes that were loaded for this tensor.
         """
         if self._overlaps:  # the order of copies would matter
             return False

@@ -1,9 +1,9 @@
-"""`record`: runs a model's loader on tensors without memory, and notes what it copies where.
+"""`record`: runs a model's loader on tensors without memory, and records the source and destination of each copy.
 
 Prior system: vLLM's `sharded_rdt` records its loaders from fake tensors, too. The loader copies views of the
 checkpoint's tensors to views of the parameters. Views of meta tensors keep their storage, so each copy shows which
-region of which tensor goes to which region of which parameter. What the loader computes, instead of copying, is noted
-as computed, and such parameters cannot be written by copies.
+region of which tensor goes to which region of which parameter. Values that the loader computes are recorded as
+computed. Copies cannot write a parameter with such values.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from verl_server.weight_sync.receiver.load_trace.regions import LoadedCopy, Regi
 
 _aten = torch.ops.aten
 _SAME_VALUES = (_aten._to_copy.default, _aten.clone.default)
-"""Operations whose result has the argument's values in storage of its own, perhaps in another dtype."""
+"""Operations whose result is a copy of the argument in new storage, perhaps in another dtype."""
 _CONSTANTS = (_aten.fill_.Scalar, _aten.zero_.default)
 """Operations that write the same values at every load, such as the padding of a vocabulary."""
 
 
 @dataclass
 class LoadTrace:
-    """The record of a loader's copies: from which tensor of the checkpoint each goes where."""
+    """The record of a loader's copies from tensors of the checkpoint to parameters."""
 
     copies: dict[str, list[LoadedCopy]] = field(default_factory=dict)
     """Parameter -> its copies in their order."""
     computed: dict[str, str] = field(default_factory=dict)
-    """Parameter that copies alone do not restore -> the operation."""
+    """Parameter that copies alone cannot restore -> the operation that computes its values."""
     feeds: dict[str, set[str]] = field(default_factory=dict)
-    """Tensor of the checkpoint -> parameters that it reaches, by copies or by computation."""
+    """Tensor of the checkpoint -> parameters that depend on it, by copies or by computation."""
     read: dict[str, str] = field(default_factory=dict)
-    """Tensor of the checkpoint whose values decide what the loader does -> the operation."""
+    """Tensor of the checkpoint on whose values the loader branches -> the operation that reads the values."""
 
 
 def record(
@@ -44,7 +44,10 @@ def record(
     sources: Mapping[str, Tensor],
     parameters: Mapping[str, Tensor],
 ) -> LoadTrace:
-    """Run `load` on the pairs of `sources`, and return what it did to `parameters`. All are on the meta device."""
+    """Run `load` on the pairs of `sources`, and return the record of its copies to `parameters`.
+
+    All tensors are on the meta device.
+    """
     recorder = _Recorder(sources, parameters)
     with recorder:
         load(sources.items())
@@ -68,13 +71,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sources = {_storage(tensor): name for name, tensor in sources.items()}
         self._parameters = {_storage(tensor): name for name, tensor in parameters.items()}
         self._same: dict[int, Tensor] = {}
-        """Storage of a converted copy -> the view that it was made from. The copy has that view's shape."""
+        """Storage of a converted copy -> the view that was converted. The copy has the shape of this view."""
         self._copies: dict[int, Tensor] = {}
         """Storage of a converted copy -> the copy."""
         self._mixed: dict[int, set[str]] = {}
-        """Storage of a computed tensor -> the tensors of the checkpoint that it depends on."""
+        """Storage of a computed tensor -> the tensors of the checkpoint on which the values depend."""
         self._kept: list[Tensor] = [*sources.values(), *parameters.values()]
-        """Keep every storage alive, so that no identity is used twice."""
+        """References to all storages, so that no two storages have the same identity."""
 
     def parameter_of(self, tensor: Tensor) -> str | None:
         return self._parameters.get(_storage(tensor))
@@ -106,7 +109,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.parameter_of(destination) is not None or bool(self._depends([source]))
 
     def _copy(self, destination: Tensor, source: Tensor) -> None:
-        """Note a copy, which need not run: what is copied has no memory."""
+        """Record a copy. The copy itself is skipped, because the tensors have no memory."""
         names = self._depends([source])
         parameter = self.parameter_of(destination)
         if parameter is None:
@@ -127,7 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.copies.setdefault(parameter, []).append(copy)
 
     def _original(self, view: Tensor) -> tuple[str, Region] | None:
-        """Return the tensor of the checkpoint and its region whose values `view` has. None if they are computed."""
+        """Return (checkpoint's tensor, region) from which `view` has its values, or None if they are computed."""
         storage = _storage(view)
         if storage in self._sources:
             return self._sources[storage], Region.of(view)
@@ -142,7 +145,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._original(copied[part.index])
 
     def _depends(self, tensors: Iterable[Tensor]) -> set[str]:
-        """Return the tensors of the checkpoint that the values of `tensors` depend on."""
+        """Return the names of the checkpoint's tensors on which the values of `tensors` depend."""
         names: set[str] = set()
         for storage in map(_storage, tensors):
             if storage in self._sources:
@@ -154,7 +157,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return names
 
     def _write(self, tensor: Tensor, func: Any, tensors: list[Tensor]) -> None:
-        """Note an operation that changes `tensor` in place."""
+        """Record an operation that changes `tensor` in place."""
         parameter, names = self.parameter_of(tensor), self._depends(tensors)
         if parameter is not None:
             for name in names:
@@ -170,7 +173,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mixed[storage] = names
 
     def _make(self, made: Tensor, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        """Note the origin of a tensor with storage of its own."""
+        """Record the origin of a tensor with new storage."""
         names = self._depends(tensors)
         if not names:
             return

@@ -1,7 +1,7 @@
 """Regions of a tensor's storage, and the copies between them as indices of the source and views of the destination.
 
-`record` makes a `LoadedCopy` of each copy that it sees; `proof` and the engines of `backends` turn it into a `Piece`.
-Pure arithmetic on shapes and strides.
+`record` creates a `LoadedCopy` for each copy of the loader. `proof` and the engines of `backends` convert a
+`LoadedCopy` into a `Piece`. All functions are pure arithmetic on shapes and strides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl_server.models.loader import Index
 
 @dataclass(frozen=True)
 class Region:
-    """Elements of a storage, as `torch.as_strided` names them."""
+    """Elements of a storage, by the arguments of `torch.as_strided`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -26,7 +26,7 @@ class Region:
         return cls(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     def view(self, whole: Tensor) -> Tensor:
-        """Return the region of the storage that `whole` starts."""
+        """Return the region as a view of the storage of `whole`. `offset` counts from the first element of `whole`."""
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
@@ -39,7 +39,7 @@ class LoadedCopy:
     index: Index
     """A box of the source, one slice a dimension, without steps."""
     destination: Region
-    """Has the shape of the box."""
+    """The written region of the parameter, with the shape of the box."""
 
 
 def as_copy(name: str, shape: tuple[int, ...], source: Region, destination: Region) -> LoadedCopy | None:
