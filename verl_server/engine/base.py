@@ -29,16 +29,19 @@ Result = GenerateResult | list[GenerateResult]
 
 
 class EngineBase(EngineWeights):
-    """One policy that generates text. Methods may be called from any thread. A `with` block shuts the engine down."""
+    """One policy that generates text. Any thread may call the methods.
+
+    At the end of a `with` block the engine shuts down.
+    """
 
     server_args: ServerArgs
     """Settings of the server."""
     scheduler_info: SchedulerInfo
     """Report of rank 0's scheduler at its start."""
     url: str | None = None
-    """Base URL of the server; None if the engine does not serve HTTP."""
+    """Base URL of the server, or None if the engine does not serve HTTP."""
     admin_api_key: str | None = None
-    """Key of the control routes at `url`; None if they need no key or the key is not known."""
+    """Key of the control routes at `url`. None if the routes need no key, or if the key is unknown."""
 
     # -- generation -----------------------------------------------------------------------------------------
     # The overloads: one prompt, several prompts, a stream. A call without a prompt matches the first two for a type
@@ -92,11 +95,11 @@ class EngineBase(EngineWeights):
     ) -> Result | Iterator[GenerateResult]:
         """Generate, and return one result for one prompt or a list of results for several prompts.
 
-        With `stream` the call returns an iterator; each result in it holds everything generated so far or, with the
-        server's setting `incremental_streaming_output`, what is new. One prompt with `sampling_params["n"]` above 1
-        also returns a list, although the declared type is one result. The keys of `sampling_params` are the fields of
-        `SamplingParams`. Without `timeout` (seconds) the wait has no bound. When the timeout is over, the request is
-        aborted and ControlTimeoutError is raised.
+        With `stream` the call returns an iterator of results. Each result has the whole output so far or, with the
+        server's setting `incremental_streaming_output`, only the new part of the output. One prompt with
+        `sampling_params["n"]` above 1 also returns a list, although the declared type is one result. The keys of
+        `sampling_params` are the fields of `SamplingParams`. Without `timeout` (seconds) the wait has no bound. After
+        the timeout, the request is aborted and ControlTimeoutError is raised.
         """
         body = generate_body(prompt, sampling_params, input_ids, options)
         return self._stream(body | {"stream": True}, timeout) if stream else self._generate(body, timeout)
@@ -160,10 +163,11 @@ class EngineBase(EngineWeights):
         return self._control(FlushCacheReq(timeout=timeout)).success
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Stop generation until `continue_generation`.
+        """Stop generation until `continue_generation`. `mode` is the treatment of running requests.
 
-        Running requests return their partial output ("abort"), wait and compute their KV cache again ("retract"), wait
-        and keep their KV cache ("in_place"), or finish before the pause begins ("wait").
+        With "abort", running requests return their partial output. With "retract", they continue later and compute
+        their KV cache again. With "in_place", they continue later and keep their KV cache. With "wait", they finish
+        before the pause begins.
         """
         self._ask(PauseGenerationReq(mode=mode))
 
@@ -199,9 +203,9 @@ class EngineBase(EngineWeights):
 
     @abc.abstractmethod
     def close_session(self, session_id: str) -> None:
-        """Note that no request with this `session_id` follows, so that its history leaves the prefix cache first.
+        """Declare that no request with this `session_id` follows, so that the prefix cache evicts its history first.
 
-        An id that no request had is ignored. Call it after the last reply of the session.
+        An id that no request had is ignored. Call this method after the last reply of the session.
         """
 
     @abc.abstractmethod

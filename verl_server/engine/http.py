@@ -73,9 +73,9 @@ NOTHING_TO_HEAL = (
     "weights, heal(model.named_parameters()), or call accept_restart() to use the weights that the server serves."
 )
 _CLOSE_TIMEOUT = 5.0
-"""Seconds to wait, at shutdown, until the server has closed this process's memory."""
+"""Seconds that a shutdown waits until the server has closed this process's memory."""
 _CONTROL_GRACE = 30.0
-"""Seconds added to the server's own bound, so that the server's more precise error arrives first."""
+"""Seconds that are added to the server's own time limit, so that the server's more precise error arrives first."""
 _RESTART_POLL = 0.5
 """Seconds between two requests to a server that is being started again."""
 
@@ -152,11 +152,11 @@ class HttpServerEngineAdapter(EngineBase):
         self._transport = HttpTransport(url, api_key, admin_api_key, child, self._instance)
         self._generation: GenerateTransport = self._transport
         self._attached: AttachedServer | None = None
-        """The server if it is one of another project."""
+        """The server if it is a server of another project, else None."""
         self._said_unchecked = False
-        """True if the log says that pushes to this server are not checked."""
+        """True if a warning was logged that pushes to this server are not checked."""
         self._last_disk: UpdateWeightsFromDiskReq | None = None
-        """The newest update if it was from disk, else None."""
+        """The newest update if its source was a disk, else None."""
 
     @property
     def instance_id(self) -> str | None:
@@ -319,7 +319,7 @@ class HttpServerEngineAdapter(EngineBase):
     def accept_restart(self) -> None:
         """Accept a server that was started again, with the weights that it serves now.
 
-        If no engine has healed the server yet, the call confirms the weights for all engines, and needs the admin key.
+        If no engine has healed the server yet, this call confirms the weights for all engines, and needs the admin key.
         Engines that wait in `async_wait_until_healed` (`AgentLoop`) then continue, too. If an engine has healed the
         server, the call needs no admin key.
         """
@@ -466,7 +466,7 @@ class HttpServerEngineAdapter(EngineBase):
         self._instance.weight_version, self._instance.id = weight_version, instance
 
     def _wait_for_server(self) -> tuple[str | None, ServerInfo]:
-        """Return `HttpTransport.info_of_any_run`, waiting for a server that is still starting."""
+        """Return `HttpTransport.info_of_any_run`. If the server is still starting, wait for it."""
         deadline = time.monotonic() + self.server_args.startup_timeout
         while True:
             try:
@@ -492,7 +492,10 @@ class HttpServerEngineAdapter(EngineBase):
         self._finalizer()
 
     def _close_registrations(self) -> None:
-        """Release the pushed memory. A server that the adapter only attached to keeps running and must close it."""
+        """Release the pushed memory.
+
+        A server that the adapter attached to continues to run, and must close the memory.
+        """
         registrations = self._end_pushes()
         if registrations and self._child is None:
             req = UnregisterWeightsReq(registrations=registrations)

@@ -56,9 +56,9 @@ def encode(body: Any) -> bytes:
 
 
 def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `body` of a `/generate` request, with `columnar` set where columns can express the reply.
+    """Return a copy of the `body` of a `/generate` request, with `columnar` set if columns can express the reply.
 
-    A columnar reply is a fifth as long; `read_result` turns it into the same result.
+    A columnar reply is a fifth as long. `read_result` converts it into the same result.
     """
     if body.get("return_text_in_logprobs") or body.get("return_sampling_mask"):
         return dict(body)
@@ -74,9 +74,9 @@ def generate_content(body: dict[str, Any]) -> Request:
 
 
 def pack_prompts(body: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-    """Return (the prompts' ids as int32, the rest of the body) for many ids; (b"", body) for any other body.
+    """Return (ids of the prompts as int32 bytes, rest of the body) if there are many ids, else (b"", body).
 
-    The ids are those of one prompt or of a batch. A long list of ids takes milliseconds to write and to read as JSON.
+    The ids are of one prompt or of a batch. A long list of ids takes milliseconds to write and to read as JSON.
     """
     ids, params = body.get("input_ids"), body.get("sampling_params")
     each = params if isinstance(params, list) else [params]

@@ -1,8 +1,9 @@
 """HTTP clients of event loops: one for each loop.
 
-`engine.http_transport` sends the requests of coroutines over them, and those of threads over `http_connection`. A
-rollout has many long requests. Therefore the number of connections has no limit, idle connections are kept for the next
-request, and a read has no timeout unless the caller sets one. Keep-alive probes detect a host that no longer responds.
+`engine.http_transport` sends the requests of coroutines over these clients. It sends the requests of threads over
+`http_connection`. A rollout has many long requests. Therefore the number of connections has no limit, idle connections
+are kept for the next request, and a read has no timeout unless the caller sets one. Keep-alive probes detect a host
+that no longer responds.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from verl_server.errors import BadRequestError
 from verl_server.web.numbers import whole_number
 
 _PEEKED = 1 << 16
-"""Bytes in which the head of an answer is looked for. The head of a longer one is left to `http.client`."""
+"""Number of bytes in which the head of an answer is searched. `http.client` reads an answer with a longer head."""
 
 
 class Headers:
@@ -71,7 +71,7 @@ class HttpConnections:
         self._socket_options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), *socket_options]
         self._tls: ssl.SSLContext | None = certificates() if self._url.scheme == "https" else None
         self._idle: list[tuple[float, socket.socket]] = []
-        """(time of its last answer, connection), the oldest first."""
+        """Idle connections as (time of the last answer, connection), the oldest first."""
         self._used: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -79,7 +79,9 @@ class HttpConnections:
     def request(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float | None
     ) -> Answer:
-        """Send a request and return the answer. `timeout`: seconds of each wait for the server; None is unbounded.
+        """Send a request and return the answer. Each wait for the server takes at most `timeout` seconds;
+
+        None is unbounded.
 
         Raise TimeoutError if the server is silent, and another OSError or http.client.HTTPException if the server
         cannot be reached or the connection breaks.
@@ -96,9 +98,10 @@ class HttpConnections:
     def stream(
         self, path: str, body: bytes | None, headers: dict[str, str], timeout: float | None
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """Send a POST request. The block gets the answer, and its content in parts as they arrive.
+        """Send a POST request. The block gets the answer, and an iterator of the parts of its content as they arrive.
 
-        With an error status, the answer has its content instead. Raise the errors of `request`, also from the parts.
+        If the status is an error, the answer has the whole content instead. Raise the errors of `request`, also while
+        the parts are read.
         """
         connection, keep = self._take(), False
         try:
@@ -180,10 +183,10 @@ class HttpConnections:
 
 
 def _read_plain(connection: socket.socket) -> tuple[Answer, bool] | None:
-    """Read an answer as verl-server sends it: HTTP/1.1, with a length. Return the answer, and True: it stays open.
+    """Read an answer in the form that verl-server sends: HTTP/1.1, with a length. Return (answer, True).
 
-    `http.client` needs a quarter of a millisecond or more for an answer, which it parses as an e-mail. Return None for
-    any other answer, and read nothing of it.
+    True means that the connection stays open. For any other answer, return None and read nothing. `http.client` needs a
+    quarter of a millisecond or more for each answer, because it parses the headers as an e-mail.
     """
     if isinstance(connection, ssl.SSLSocket):  # which cannot be looked into
         return None
@@ -209,7 +212,7 @@ def _read_plain(connection: socket.socket) -> tuple[Answer, bool] | None:
 
 
 def _read_any(connection: socket.socket, method: str) -> tuple[Answer, bool]:
-    """Read an answer of any form. Return the answer, and whether the connection stays open."""
+    """Read an answer of any form. Return (answer, True if the connection stays open)."""
     with http.client.HTTPResponse(connection, method=method) as response:
         response.begin()
         answer = Answer(response.status, Headers(response.headers.items()), response.read())

@@ -1,4 +1,4 @@
-"""`HttpTransport`: sends requests to one server and turns answers and faults into results and errors.
+"""`HttpTransport`: sends requests to one server, and converts answers and faults into results and errors.
 
 `engine.http` calls it. No request is retried, because a second `/generate` would sample again. A fault raises the same
 class of `errors` as the in-process engine. If a launched server has ended, the message contains the exit status and the
@@ -87,7 +87,10 @@ class HttpTransport:
     # -- generation -----------------------------------------------------------------------------------------
 
     def generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        """Send a `/generate` request and return the result. `timeout`: seconds without an answer; None is unbounded."""
+        """Send a `/generate` request and return the result. Wait at most `timeout` seconds for an answer;
+
+        None is unbounded.
+        """
         return read_result(self.exchange(_GENERATE, self._generate_request(body), timeout))
 
     async def async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
@@ -154,7 +157,7 @@ class HttpTransport:
         return orjson.loads(answer.content)
 
     def probe(self, path: str) -> Answer:
-        """Send a GET request and return the answer, whatever its status and whichever run answers."""
+        """Send a GET request and return the answer, with any status and from any run of the server."""
         with self._instance.addressing(None):
             return self._send("GET", path, self._api_key, _NO_CONTENT, INFO_TIMEOUT)
 
@@ -186,7 +189,10 @@ class HttpTransport:
         timeout: float | None,
         silence: type[VerlServerError] = UnansweredError,
     ) -> Answer:
-        """Send a request and return the answer of the expected run. `silence` is the class of the error for none."""
+        """Send a request and return the answer of the expected run.
+
+        If there is no answer, raise an error of class `silence`.
+        """
         content, headers = self._with_headers(key, request)
         with self._translated(timeout, silence):
             answer = self._connections.request(method, path, content, headers, timeout)
@@ -226,9 +232,12 @@ class HttpTransport:
 
     @contextlib.contextmanager
     def _translated(self, timeout: float | None, silence: type[VerlServerError]) -> Iterator[None]:
-        """Raise a transport fault in the block as an error of this package. `silence` is the class for no answer.
+        """Convert a transport fault in the block into an error of this package.
 
-        After a broken connection it waits for the exit status of a launched server, which goes into the message.
+        If there is no answer, its class is `silence`.
+
+        After a broken connection, wait for the exit status of a launched server. The error message contains this
+        status.
         """
         self._check_open()
         try:
@@ -258,7 +267,10 @@ class HttpTransport:
             raise ServerUnavailableError("The adapter has been shut down.")
 
     def _until_exit(self, error: Exception) -> Iterator[None]:
-        """Yield while a launched server, which may have broken the connection by ending, has no exit status yet."""
+        """Yield as long as a launched server has no exit status.
+
+        The end of the server may have broken the connection.
+        """
         deadline = time.monotonic() + _EXIT_WAIT
         child = None if _is_timeout(error) or _is_out_of_descriptors(error) else self._child
         while child is not None and child.poll() is None and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
 """`JointRanks`: collective calls of all ranks of a mesh with several engines.
 
 `VerlEngine` uses it with `read_all_ranks`, when every engine of the mesh reads the memory of every rank. All ranks
-meet, the first rank of each engine acts, and all ranks meet again. So no rank returns before every engine has answered,
-and a rank reports success or refusal only if no engine may still be reading.
+synchronize, the first rank of each engine acts, and all ranks synchronize again. So no rank returns before every engine
+has answered. A rank reports success or a refusal only if no engine can still be reading.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Outcome(msgspec.Struct, array_like=True):
     """The outcome of a call on one rank's engine."""
 
     error: tuple[str, str] | None = None
-    """(type, message) of the error; None for success."""
+    """(type, message) of the error, or None for success."""
     is_certain: bool = True
     """True if the engine has answered, so that it no longer reads."""
 
@@ -31,8 +31,10 @@ class JointRanks:
     """The ranks of all engines of a mesh, with the methods of `RankGroup`."""
 
     def __init__(self, engine: RankGroup, everyone: RankGroup, engine_places: list[int]) -> None:
-        """`engine`: the ranks of this rank's engine. `everyone`: all ranks. `engine_places`: the positions of
-        `engine`'s ranks in `everyone`."""
+        """`engine` has the ranks of this rank's engine, and `everyone` has all ranks.
+
+        `engine_places` are the positions of the ranks of `engine` in `everyone`.
+        """
         self._engine, self._everyone, self._engine_places = engine, everyone, engine_places
         self.rank, self.size = engine.rank, engine.size
 

@@ -39,10 +39,13 @@ from verl_server.weight_sync.trainer.sender import (
 
 T = TypeVar("T")
 Send = Callable[["Push"], Any]
-"""Sends one request; runs on the first rank only."""
+"""A function that sends one request. It runs on the first rank only."""
 
 _SETS = 16
-"""Sets of names that are remembered: one version may come in several pushes. The least recently used goes first."""
+"""The most sets of names that are remembered, because one version may take several pushes.
+
+The least recently used set is removed first.
+"""
 
 
 class Ranks(Protocol):
@@ -86,12 +89,12 @@ class Push:
     forget: list[str] = field(default_factory=list)
     """Registrations that the server closes first."""
     describe: Callable[[], WeightsDescription] | None = None
-    """Returns the description with this id, for a server that does not have it. None for handles."""
+    """Returns the description with this id, for a server that does not have the description. None for handles."""
     handles: Handles | None = None
-    """Handles that the caller made, instead of all of the above."""
+    """Handles that the caller created. They replace all fields above."""
 
     def for_readers(self, count: int) -> Push:
-        """Return the same push for `count` server ranks, of which each reads one value of every handle."""
+        """Return the same push for `count` server ranks. Each server rank reads one value of every handle."""
         handles = self.handles
         if handles is not None:
             handles = [(name, _spread(value, count)) for name, value in handles]
@@ -120,9 +123,9 @@ class WeightPusher:
         """Source of the registered weights."""
         self._mapping: Mapping | None = None
         self._sent_id = ""
-        """Id of this rank's description that the first rank has; empty after an error."""
+        """Id of the description of this rank that the first rank has. Empty after an error."""
         self._descriptions: dict[int, WeightsDescription] = {}
-        """Last description of each rank that pushes; used on the first rank only."""
+        """Last description of each rank that pushes. Used on the first rank only."""
         self._lock = threading.Lock()
 
     @property
@@ -151,7 +154,7 @@ class WeightPusher:
             return self._push("push_weights", self._source, self._mapping, send, register=True)
 
     def unregister(self, send: Callable[[list[str]], Any]) -> None:
-        """Make the server close all memory that it may have open. Afterwards the memory may be freed."""
+        """Make the server close all memory that it may have open. After this call the memory may be freed."""
         with self._lock:
             ids = self._registrations.open_ids()
             self._ranks.gather("unregister_weights", bytes)
@@ -159,7 +162,10 @@ class WeightPusher:
             self.end()
 
     def released(self, tags: list[str] | None) -> None:
-        """Note that the engine released memory: it shares its device with the trainer, and has closed our memory."""
+        """Record that the engine released memory.
+
+        So it shares its device with the trainer, and has closed the trainer's memory.
+        """
         with self._lock:
             self._registrations.second_sight = False
             if tags is None or "weights" in tags:
@@ -175,7 +181,10 @@ class WeightPusher:
     def _push(
         self, what: str, source: Callable[[], Named], mapping: Mapping | None, send: Send, register: bool = False
     ) -> Any:
-        """Describe, meet, merge, send and settle. Return the result of `send` on every rank."""
+        """Describe the memory, exchange descriptions, merge, send, and record the outcome.
+
+        Return the result of `send` on every rank.
+        """
         described: list[Described] = []  # refers to the tensors until the outcome is known: nobody else may do so
 
         def describe() -> bytes:
@@ -230,33 +239,32 @@ class WeightPusher:
 @dataclass
 class _Set:
     last: str = ""
-    """Id of its last push."""
+    """Id in the last push of the set."""
     kept: str = ""
-    """Id under which the server keeps it open, as far as we know."""
+    """Id under which the server probably keeps the memory of the set open."""
 
 
 class ServerRegistrations:
-    """The memory of a trainer that one engine's server may have open, and what the next push says about this memory.
+    """The memory of a trainer that one engine's server may have open, and the contents of the next push about it.
 
-    All ranks of an engine call the methods with the same ids and outcomes, so all ranks decide alike: whether a push
-    travels by id, whether the server keeps the memory open afterwards, and which registrations it closes. Freeing CUDA
-    memory that another process maps is undefined behaviour. So this object refers to storages from before a request is
-    sent until the server is known to have closed them, also after an error that left the outcome unknown.
-
-    *Second sight*: a set of tensors is kept open only when two pushes in a row brought it in the same memory.
-    Temporaries (a copied state dict, gathered parameters) are thus never held.
+    All ranks of an engine call the methods with the same ids and outcomes. So all ranks decide alike if a push is sent
+    by id, if the server keeps the memory open afterwards, and which registrations the server closes. It is undefined
+    behaviour to free CUDA memory that another process maps. So this object has references to the storages from before a
+    request is sent until the server is known to have closed them, even after an error with an unknown outcome. The
+    server keeps a set of tensors open only after two consecutive pushes with the same memory. So temporaries (a copied
+    state dict, gathered parameters) are never kept.
 
     Not thread-safe: the pushes of an engine run one after the other.
     """
 
     def __init__(self) -> None:
         self.second_sight = True
-        """False for an engine that shares its memory with the trainer: memory that is held could not be offloaded."""
+        """False for an engine on the trainer's device, because the trainer could not offload memory that is kept."""
         self._sets: collections.OrderedDict[str, _Set] = collections.OrderedDict()
         self._open: dict[str, list[torch.UntypedStorage]] = {}
-        """Every id that the server may have open or may still read, with the CUDA storages behind it."""
+        """Every id whose memory the server may have open or may still read, with its CUDA storages."""
         self._registered = ""
-        """Names that were registered last."""
+        """Names of the latest registration."""
 
     def next_push(
         self,
@@ -269,9 +277,9 @@ class ServerRegistrations:
     ) -> Push:
         """Return the `Push` of a set of tensors, and keep references to the storages of its memory.
 
-        `names_id` identifies the set, and `id` its memory. `storages` is called if `id` is not held yet.
-        `register`: the caller requested a registration.
-        `can_be_kept`: every change of this memory would be noticed.
+        `names_id` identifies the set, and `id` its memory. `storages` is called if `id` is new. `register` is True if
+        the caller requested a registration. `can_be_kept` is True if this process can detect every change of the
+        memory.
         """
         known = self._sets.setdefault(names_id, _Set())
         self._sets.move_to_end(names_id)
@@ -287,13 +295,13 @@ class ServerRegistrations:
         return push
 
     def replace_registered(self, names_id: str) -> None:
-        """Drop the names that were registered before, if they differ. The next request makes the server forget them."""
+        """Drop the earlier registration if its names differ. The next request makes the server close it."""
         if self._registered != names_id:
             self._sets.pop(self._registered, None)
         self._registered = names_id
 
     def succeeded(self, names_id: str, push: Push) -> None:
-        """Note that the request was carried out: the server has closed the registrations in `push.forget`."""
+        """Record that the server executed the request, and closed the registrations in `push.forget`."""
         for id in push.forget:
             self._open.pop(id, None)
         if not push.keep:
@@ -302,7 +310,7 @@ class ServerRegistrations:
             self._sets[names_id].kept = push.id if push.keep else ""
 
     def failed(self, push: Push, error: BaseException) -> None:
-        """Note that the request failed. A refusal ends the request.
+        """Record that the request failed. After a refusal, the server does not read the memory.
 
         After a late answer, a broken connection or Ctrl-C, the server may still have the memory open.
         """
@@ -311,11 +319,11 @@ class ServerRegistrations:
             self._open.pop(push.id, None)
 
     def open_ids(self) -> list[str]:
-        """Return the ids of everything that the server may have open."""
+        """Return the ids of all memory that the server may have open."""
         return list(self._open)
 
     def clear(self) -> None:
-        """Note that the server has closed everything, or ended."""
+        """Record that the server has closed all memory, or has ended."""
         self._sets.clear()
         self._open.clear()
 
@@ -337,7 +345,7 @@ def _note_if_unanswered() -> Iterator[None]:
 
 
 def _combined(parts: list[_Part]) -> list[tuple[str, LocalSerializedTensor]]:
-    """Return handles with one value for each trainer rank; server rank i reads value i."""
+    """Return handles with one value for each trainer rank. Server rank i reads value i."""
     first = parts[0].handles or []
     if len(parts) == 1:
         return first
@@ -355,7 +363,10 @@ def _spread(value: LocalSerializedTensor, count: int) -> LocalSerializedTensor:
 
 
 def _check_same(first: list[str], other: list[str] | None, rank: int) -> None:
-    """Raise BadRequestError unless both ranks push the same names in one order: position matches handles."""
+    """Raise BadRequestError unless both ranks push the same names in the same order.
+
+    Handles are matched by position.
+    """
     if first == other:
         return
     if other is None or not first:

@@ -6,10 +6,10 @@
 2. The first rank acts. Every few seconds it sends a heartbeat to the other ranks.
 3. The first rank broadcasts its result or error (`rank_sockets`).
 
-The work of a call has no time limit. The limits are on silence, so no rank waits forever for a rank that is gone.
-
-If a rank leaves a call early (Ctrl-C), it cannot mistake the outcome of this call for the outcome of a later one: the
-first rank starts no later call before all ranks have confirmed the outcome, and raises an error if one does not.
+The work of a call has no time limit. The limits apply to silence, so no rank waits forever for a rank that has ended.
+If a rank leaves a call early (Ctrl-C), it cannot mistake the outcome of this call for the outcome of a later call: the
+first rank starts no later call before all ranks have confirmed the outcome, and raises an error if a rank does not
+confirm.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from verl_server.ipc.rank_sockets import GlooChannel, RankSockets
 T = TypeVar("T")
 
 RANK_TIMEOUT = 7200.0
-"""Default of `rank_timeout`: most seconds between the first and the last rank's start of a call. One rank may still run
-an episode while the others wait, so the value exceeds the longest episode (`Limits.trajectory_timeout`, an hour)."""
+"""Default of `rank_timeout`: the most seconds between the first and the last rank's start of a call.
+
+One rank may still run an episode while the others wait, so the value exceeds the longest episode
+(`Limits.trajectory_timeout`, an hour).
+"""
 _HEARTBEAT_SECONDS = 2.0
 """Seconds between two heartbeats of the acting rank."""
 _BUILTIN_ERRORS = ("ValueError", "TypeError", "KeyError", "RuntimeError", "AssertionError", "NotImplementedError")
@@ -56,11 +59,12 @@ class _Outcome(msgspec.Struct, array_like=True):
 
 
 class RankGroup:
-    """Some ranks of the default process group. The first of them acts for all.
+    """Some ranks of the default process group. The first rank acts for all.
 
-    Every rank of the group constructs it, and calls the same methods in the same order. It has connections of its own.
-    `rank_timeout`: most seconds between the first and the last rank's start of a call. `silence_timeout`: most seconds
-    without a message of the acting rank. `beat`: seconds between two heartbeats.
+    Every rank of the group constructs a `RankGroup`, and calls the same methods in the same order. The group has
+    connections of its own. `rank_timeout` limits the seconds between the first and the last rank's start of a call.
+    `silence_timeout` limits the seconds without a message of the acting rank. `beat` is the number of seconds between
+    two heartbeats.
     """
 
     def __init__(
@@ -80,8 +84,8 @@ class RankGroup:
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
         """Return the results of all ranks' `prepare()`, in the order of the ranks, on every rank.
 
-        If `prepare` fails on a rank, every rank raises the error. `what` names the call; it is an error if ranks make
-        different calls.
+        If `prepare` fails on a rank, every rank raises the error. `what` names the call. If ranks make different calls,
+        every rank raises an error.
         """
         if self.size == 1:
             return [prepare()]

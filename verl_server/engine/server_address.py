@@ -8,9 +8,10 @@ from verl_server.errors import BadRequestError
 
 
 def server_address(url: str) -> str:
-    """Return `http://HOST:PORT` without a slash at its end. HOST:PORT alone is http; a proxy's path is kept.
+    """Return `http://HOST:PORT` without a slash at its end. HOST:PORT without a scheme means http.
 
-    Raise BadRequestError for what is no such URL, and for the base URL of OpenAI's clients, which ends with `/v1`.
+    A proxy's path is kept. Raise BadRequestError for any other text, and for the base URL of OpenAI's clients, which
+    ends with `/v1`.
     """
     address = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
@@ -28,7 +29,9 @@ def server_address(url: str) -> str:
 
 
 def path_remedy(address: str) -> str:
-    """Return a sentence for a server that does not know its own routes: the path of its URL may be wrong. "" without
-    a path."""
+    """Return the hint that the URL's path may be wrong, for a server that lacks its own routes.
+
+    "" if there is no path.
+    """
     parts = urlsplit(address)
     return f" Leave the path out of the URL: {parts.scheme}://{parts.netloc}." if parts.path else ""

@@ -21,12 +21,12 @@ from verl_server.messages.io_struct import EXPECTED_INSTANCE_HEADER
 
 
 class ServerInstance:
-    """The expected run of one server. All threads of an adapter share this object."""
+    """The expected run of one server. All threads of an adapter share one `ServerInstance`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.id: str | None = None
-        """Id of the expected run; None if the server sends no id, or before the first answer."""
+        """Id of the expected run. None before the first answer, and if the server sends no id."""
         self.weight_version: str | None = None
         """The newest weight version that the server reported to this adapter."""
         self._thread = threading.local()

@@ -56,8 +56,8 @@ def _on_all_ranks(method: Callable[Concatenate[EngineBase, P], T]) -> Callable[C
 class VerlEngine:
     """One policy for all ranks of a trainer. All ranks call the same methods in the same order.
 
-    Where ranks pass different arguments, the arguments of rank 0 are used. Tensors and registered weights are each
-    rank's own.
+    If ranks pass different arguments, rank 0's arguments are used. Only tensors and registered weights are each rank's
+    own.
     """
 
     def __init__(
@@ -297,10 +297,12 @@ class VerlEngine:
         self._pusher.released(tags)
 
     def memory_released(self, tags: list[str] | None = None) -> None:
-        """Note that another process made the server release memory, so that this rank no longer holds its own for it.
+        """Record that another process made the server release memory.
 
-        Every rank calls it, after all engines that read this rank's memory have released theirs, and before the next
-        push. `tags`: see `release_memory_occupation`. The call sends nothing.
+        This rank then drops its references to pushed memory.
+
+        Every rank calls this method, after all engines that read this rank's memory have released their memory, and
+        before the next push. `tags` are those of `release_memory_occupation`. The call sends no request.
         """
         self._pusher.released(tags)
 

@@ -70,12 +70,12 @@ class EngineWeights(abc.ABC):
     ) -> tuple[bool, str]:
         """Copy tensors, named as in Hugging Face checkpoints, into the served weights. Return (True, message).
 
-        The request describes the memory of the tensors; the server reads this memory. Do not write to the tensors
-        before the call returns. From the second push of the same tensors on, the server keeps the memory open and this
-        process does not free it: call `unregister_weights` before you free or offload CUDA memory.
+        The request describes the memory of the tensors, and the server reads this memory. Do not write to the tensors
+        before the call returns. From the second push of the same tensors on, the server keeps the memory open, and this
+        process keeps references to it. So call `unregister_weights` before you free or offload CUDA memory.
         `mapping(name, tensor)` returns the tensors or `TensorShard`s, under the server's names, for one of
-        `named_tensors`. Every parameter must be among them, unless `partial=True`, a transaction is open, or they are
-        `LocalSerializedTensor`s.
+        `named_tensors`. Every parameter must be among the tensors, unless `partial=True`, a transaction is open, or the
+        tensors are `LocalSerializedTensor`s.
         """
         return self._push_named(named_tensors, mapping, push_request(load_format, flush_cache, weight_version, options))
 
@@ -111,7 +111,7 @@ class EngineWeights(abc.ABC):
         return result
 
     def unregister_weights(self) -> None:
-        """Make the server close the memory of this process. Afterwards this memory may be freed or offloaded."""
+        """Make the server close the memory of this process. After this call the memory may be freed or offloaded."""
         if self._pusher is not None:
             self._pusher.unregister(self.send_unregistration)
 
@@ -179,7 +179,8 @@ class EngineWeights(abc.ABC):
         """Make the server receive tensors that rank 0 of the group broadcasts in the order of `names`.
 
         `dtypes` are torch dtypes or their names. The call blocks until the weights are served, so rank 0 broadcasts in
-        another thread. Parameters may be missing, unless `partial=False`; the message then names them.
+        another thread. Parameters may be missing, unless `partial=False`. The returned message names the missing
+        parameters.
         """
         check_names(options, TensorUpdateOptions, "update_weights_from_distributed")
         req = UpdateWeightsFromDistributedReq(
@@ -210,8 +211,8 @@ class EngineWeights(abc.ABC):
 
         All update calls of this engine belong to the transaction until `end_weight_update`. The server runs no
         generation step during the transaction. `end_weight_update` raises an error while a parameter is missing, unless
-        `full` is False. The server abandons the transaction after `lease_seconds` (default:
-        `ServerArgs.weight_update_lease`) without a call; the next call then raises UpdateConflictError.
+        `full` is False. After `lease_seconds` (default: `ServerArgs.weight_update_lease`) without a call, the server
+        abandons the transaction. The next call then raises UpdateConflictError.
         """
         transaction_id = transaction_id or uuid.uuid4().hex
         req = BeginWeightUpdateReq(transaction_id=transaction_id, lease_seconds=lease_seconds, full=full, mode=mode)
@@ -371,7 +372,7 @@ class EngineWeights(abc.ABC):
         raise error_for_status(reply.status_code, message, WeightUpdateError)
 
     def _forget_transaction(self, transaction_id: str | None) -> bool:
-        """Forget this engine's transaction if it has this id, and return whether it had."""
+        """Forget this engine's transaction if it has this id. Return True if it had."""
         if transaction_id is None or transaction_id != self._transaction:
             return False
         self._transaction = None

@@ -1,10 +1,10 @@
-"""The HTTP application of one TokenizerManager: the operations of all dialects, behind the door.
+"""The HTTP application of one TokenizerManager: the operations of all dialects, behind access control.
 
 `RouteMiddleware` finds the operation of a request, `AuthMiddleware` decides whether the caller may call it, and
 `Dispatch` calls it. Whoever refuses the request, the answer has the shape of the operation (`routing.error_answer`).
 
 `http_process` serves the application on the TokenizerManager's event loop. `Dispatch` converts the errors of this
-project into responses, and this module converts all others.
+project into responses, and this module converts all other errors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: SessionService | None = None) -> ASGIApp:
-    """Return the ASGI application with all operations and middlewares. Without `sessions`, they are in memory."""
+    """Return the ASGI application with all operations and middlewares.
+
+    Without `sessions`, sessions are kept in memory.
+    """
     rules = AccessRules(server_args)
     sessions = SessionService(manager, server_args) if sessions is None else sessions
     mounted = operations(manager, server_args, rules, sessions)
@@ -75,7 +78,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
 def operations(
     manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules, sessions: SessionService
 ) -> list[Operation]:
-    """Return the operations of all dialects, and those that describe them."""
+    """Return the operations of all dialects, and the operations that describe them (`/openapi.json`, `/docs`)."""
     turns, limit = SessionTurns(manager, sessions.turns), server_args.max_request_bytes
     dialects = [
         *NativeApi(manager, turns).operations(),

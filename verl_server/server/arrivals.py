@@ -1,9 +1,9 @@
 """`Arrivals`: aborts that reach requests between their arrival and their hand-over to the scheduler.
 
-A request is read, rendered and tokenized before the scheduler knows it, which takes seconds for many long chats at
-once. An abort of that time names requests that the scheduler cannot find yet. So the arrival of each request has a
-number, each abort notes the last number that it concerns, and the TokenizerManager compares both at the hand-over.
-Used on the event loop only.
+A request is read, rendered and tokenized before the scheduler has it. For many long chats at once this takes seconds.
+An abort during this time names requests that the scheduler cannot find yet. So the arrival of each request has a
+number, and each abort records the last number that it concerns. The TokenizerManager compares both numbers at the
+hand-over. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl_server.web.resolver import Found
 _NUMBER: ContextVar[int | None] = ContextVar("arrival", default=None)
 """Number of the arrival of the request that this task serves."""
 _MOST_NAMES = 65536
-"""Most names of aborts that are kept. Beyond it, the oldest are forgotten."""
+"""The most names of aborts that are kept. If there are more, the oldest names are dropped."""
 
 
 class Arrivals:
@@ -30,13 +30,16 @@ class Arrivals:
         self._last = 0
         self._open: set[int] = set()
         self._all_until = 0
-        """Requests up to this number were aborted together."""
+        """All requests up to this number were aborted."""
         self._until: dict[int, int] = {}
-        """Hash of a rid -> requests up to this number were aborted if they have it. Rids may be long."""
+        """Hash of a rid -> number. Requests with this rid up to this number were aborted.
+
+        A hash is kept because rids may be long.
+        """
 
     @contextmanager
     def arrive(self) -> Iterator[None]:
-        """Note that the request of this task has arrived. An inner call is part of the same request."""
+        """Record that the request of this task has arrived. An inner call is part of the same request."""
         if _NUMBER.get() is not None:
             yield
             return
@@ -50,9 +53,9 @@ class Arrivals:
             self._leave(number)
 
     def hand_over(self, rids: set[str]) -> set[str]:
-        """Return the names among `rids` that were aborted since this task's request arrived: all of them, or some.
+        """Return those of `rids` that were aborted since this task's request arrived.
 
-        Aborts that follow find the request in the scheduler.
+        Later aborts find the request in the scheduler.
         """
         number = _NUMBER.get()
         if number is None or number not in self._open:
@@ -78,7 +81,7 @@ class Arrivals:
 
 
 class ArrivalMiddleware:
-    """Notes the arrival of each generation."""
+    """Records the arrival of each request to generate."""
 
     def __init__(self, app: ASGIApp, arrivals: Arrivals) -> None:
         self._app, self._arrivals = app, arrivals

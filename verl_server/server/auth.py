@@ -9,7 +9,7 @@ A session key permits generation in its own session (`sessions.access`). The rou
 need an owner's key, which is either key; they exist only if a key is set. SGLang's sessions (`/open_session`,
 `session_params`) need none on a server without keys that listens on loopback.
 
-`app.create_app` puts `AuthMiddleware` behind `RouteMiddleware`: `Operation.access` of the route that was found decides.
+`app.create_app` puts `AuthMiddleware` behind `RouteMiddleware`, so `Operation.access` of the request's route decides.
 The handler of `/abort_request` calls `AccessRules.control_refusal` itself, because the body decides whether the request
 is a control call.
 """
@@ -81,7 +81,7 @@ class AccessRules:
         return [key for key in (self._api_key, self._admin_api_key) if key is not None]
 
     def is_owner(self, sent: list[bytes]) -> bool:
-        """Return True if one of the keys that a request has is a key of the server."""
+        """Return True if one of the request's keys is a key of the server."""
         return is_one_of(sent, self.owner_keys)
 
     def _key_refusal(self, scope: Scope, keys: list[str]) -> UnauthorizedError | None:

@@ -37,10 +37,16 @@ class SessionParams(msgspec.Struct, frozen=True):
     id: str
     """The session, from `/open_session` or `POST /sessions`."""
     rid: str | None = None
-    """`meta_info.id` of the request that is continued. Null: the last one of a session that was opened with
-    `streaming`; in other sessions, the prompt is the whole prompt."""
+    """`meta_info.id` of the request that is continued.
+
+    Null: in a session that was opened with `streaming`, the last request is continued; in other sessions, the prompt is
+    the whole prompt.
+    """
     offset: int = 0
-    """Unless 0: number of tokens of that request, prompt and output, that are kept. Negative: without this many."""
+    """If positive: the number of tokens of that request (prompt and output) that are kept.
+
+    If negative: the number of tokens at the end that are dropped.
+    """
     replace: bool = False
     """Without effect: the earlier continuation stays in the record as a branch of its own."""
     drop_previous_output: bool = False
@@ -315,7 +321,10 @@ class Samples:
 
     @property
     def sampling_mask_num(self) -> int:
-        """Most tokens that a sampling mask may have: `top_k` and as many that are as likely as the last one of them."""
+        """The most tokens of a sampling mask:
+
+        `top_k`, and as many tokens again that are as likely as the last of the `top_k`.
+        """
         return 2 * self.sampling.top_k if self.return_sampling_mask else 0
 
 
@@ -362,9 +371,9 @@ GENERATE = Job("generate", read_generate, ReadRequest)
 
 
 def check_samples(samples: Samples, prompt_tokens: int, bounds: ModelBounds, has_tokenizer: bool) -> None:
-    """Check the options of one prompt's samples against the served model. Raise BadRequestError.
+    """Check the options of one prompt's samples against the served model.
 
-    ContextLengthError if prompt and output are longer than the context.
+    Raise BadRequestError for a wrong option, and ContextLengthError if prompt and output are longer than the context.
     """
     count = prompt_tokens
     bounds.check_length(count, samples.sampling.max_new_tokens or 0)
@@ -391,7 +400,7 @@ def _entries(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _namespace(extra_key: str, cache_salt: str) -> str:
-    """Join both parts. The length of the first one keeps two different pairs apart."""
+    """Join both parts, with the length of the first part in front, so that different pairs give different texts."""
     return f"{len(extra_key)}:{extra_key}{cache_salt}" if extra_key or cache_salt else ""
 
 

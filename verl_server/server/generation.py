@@ -21,7 +21,7 @@ class Turns(Protocol):
         ...
 
     def close(self) -> None:
-        """Note that the caller no longer waits. It is called after the samples were aborted."""
+        """Record that the caller no longer waits. Called after the samples were aborted."""
         ...
 
 
@@ -116,7 +116,7 @@ class Generation:
         return results[0] if self._is_single else results
 
     async def _build(self) -> None:
-        """Build results with candidates, in slices: each takes as much time as many results without candidates."""
+        """Build results with candidates in slices, because such a result takes long."""
         slices = Slices()
         while self._unbuilt:
             await slices.end()
@@ -125,7 +125,9 @@ class Generation:
             self._results[i] = self.states[i].written_result()
 
     async def updates(self) -> AsyncIterator[tuple[int, ReqState]]:
-        """Yield (index, state) whenever a sample has new tokens, and at last with `state.done`. Needs `stream`.
+        """Yield (index, state) whenever a sample has new tokens. At the last yield of a sample, `state.done` is True.
+
+        Needs `stream`.
 
         Raise the error of a failed sample.
         """

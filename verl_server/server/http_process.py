@@ -18,13 +18,16 @@ from verl_server.server_args import ServerArgs
 from verl_server.web.http_server import GuardedServer
 
 _KEEP_ALIVE = 600
-"""Seconds that an idle connection stays open. Clients close idle connections earlier (`HttpServerEngineAdapter` after
-60 s), so no client sends a request on a connection that the server is closing."""
+"""Seconds that an idle connection stays open.
+
+Clients close idle connections earlier (`HttpServerEngineAdapter` after 60 s). So no client sends a request on a
+connection that the server is closing.
+"""
 _GRACEFUL = 5
-"""Seconds that responses in progress get to finish at shutdown."""
+"""Seconds that a shutdown waits for responses in progress."""
 _MAIN_THREAD_POLL = 0.5
 _UNBOUNDED_QUEUE = 4096
-"""Number of waiting requests that get descriptors if `max_queued_requests` sets no bound."""
+"""Number of waiting requests for which descriptors are reserved if `max_queued_requests` sets no bound."""
 
 
 class HttpServer:

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE = 10.0
-"""Seconds that child processes get to end by themselves before they are killed."""
+"""Seconds after which child processes that have not ended by themselves are killed."""
 
 _SEED_BITS = 53
 """Size of a drawn seed in bits. Every JSON reader represents an integer of this size exactly."""
 
 Check = Callable[[], None]
-"""Called again and again during a wait. Raises an exception to end the wait."""
+"""A function that is called repeatedly during a wait. It raises an exception to end the wait."""
 
 
 class EngineProcesses:
@@ -62,7 +62,7 @@ class EngineProcesses:
     def __init__(self, server_args: ServerArgs, on_death: Callable[[Exception], None] | None = None) -> None:
         """Start all processes without waiting for them. Call `wait_ready` next."""
         self.server_args = server_args = with_random_seed(server_args)
-        """The given settings, with a drawn seed if they have none."""
+        """The settings of the caller. If they have no random seed, a drawn seed is set."""
         self.manager: TokenizerManager | None = None
         self.children: list[ChildProcess] = []
         self._model_text = ModelText(server_args)  # before any process is started, because it raises for a wrong path
@@ -123,7 +123,7 @@ class EngineProcesses:
         return infos[0]
 
     def _check(self, waiting_for: ChildProcess, check: Check | None) -> None:
-        """Raise if `check` raises, or if another child has died while this process waits for `waiting_for`."""
+        """Raise the error of `check`, or an error if a child has died, while this process waits for `waiting_for`."""
         if check is not None:
             check()
         for child in self.children:
@@ -311,7 +311,8 @@ def _warm_up(server_args: ServerArgs, check: Check) -> None:
 def _warm_up_live(manager: TokenizerManager, server_args: ServerArgs) -> None:
     """Send the warm-up request to a running engine.
 
-    The owner may have paused the engine or put it to sleep. So nothing is sent during a pause, and a failure is logged.
+    The owner may have paused the engine, or released its memory. So nothing is sent during a pause, and a failure is
+    only logged.
     """
     if manager.controls.is_paused:
         return
@@ -366,7 +367,7 @@ class _StopRequest:
         self._event.set()
 
     def check(self) -> None:
-        """Raise the reason if the server must end: the error of `die`, or _StopRequestedError after a signal."""
+        """If the server must end, raise the reason: the error of `die`, or _StopRequestedError after a signal."""
         if self._death is not None:
             raise self._death
         if self._event.is_set():
@@ -404,7 +405,7 @@ def _serve_child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], Non
 
 
 def check_output_folders(server_args: ServerArgs) -> None:
-    """Create the folders that a server writes, and write to them on trial, before a model is loaded.
+    """Create the folders to which a server writes, and test that they are writable, before a model is loaded.
 
     Raise BadRequestError, which names the setting, the folder and the reason.
     """

@@ -15,7 +15,10 @@ from verl_server.server_args import ServerArgs
 _LEAST_TEXT_LENGTH = 4 * 2**20
 """Smallest default of `max_text_length`, in characters."""
 _CHARACTERS_PER_TOKEN = 8
-"""More characters than a token has on average, so that the default accepts every text that fits the context."""
+"""Characters for each token of the context.
+
+A token has fewer on average, so the default accepts every text that fits.
+"""
 _MAX_RID_LENGTH = 1024
 """Largest length of a request id in characters. Every frame of a stream repeats the id."""
 _MAX_NAMESPACE_LENGTH = 1024

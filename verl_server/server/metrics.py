@@ -56,7 +56,7 @@ _COUNTED_NAME = re.compile(r"\??[A-Za-z0-9_.\-]{1,64}")
 
 
 class CountedSessions(Protocol):
-    """What `Metrics` reads of the sessions. `SessionTable` implements it."""
+    """The figures of the sessions that `Metrics` reads. `SessionTable` implements it."""
 
     def __len__(self) -> int: ...
 
@@ -65,7 +65,7 @@ class CountedSessions(Protocol):
 
 
 def model_label(server_args: ServerArgs) -> str:
-    """Return the model's name for the metrics, which everybody may read: of a folder, only its last part."""
+    """Return the model's name for the metrics, which everybody may read. For a folder, it is the last part only."""
     path = Path(server_args.model_path)
     return server_args.served_model_name or (path.resolve().name if path.is_dir() else server_args.model_path)
 
@@ -143,7 +143,10 @@ class Metrics:
                 self._each.observe((state.finished - state.first_token) / (tokens - 1))
 
     def field_ignored(self, route: str, name: str) -> None:
-        """Count an unknown field. Callers may choose any number of names: those after the first hundred are "other"."""
+        """Count an unknown field.
+
+        Callers may send any number of names, so names after the first hundred count as "other".
+        """
         if len(self._ignored_names) < _MOST_IGNORED_NAMES and _COUNTED_NAME.fullmatch(name):
             self._ignored_names.add(name)
         self._ignored.labels(**self._labels, route=route, field=name if name in self._ignored_names else "other").inc()
@@ -159,7 +162,7 @@ class Metrics:
         self._sessions_ended.labels(**self._labels, reason=reason).inc()
 
     def turn_finished(self, began: str | None) -> None:
-        """Count a turn, and the branch that it began. None: it continued a branch."""
+        """Count a turn, and the branch that it began. `began` is None if the turn continued a branch."""
         self._turns.inc()
         if began is not None:
             self._branches.labels(**self._labels, reason=began).inc()

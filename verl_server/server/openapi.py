@@ -304,7 +304,7 @@ class _Schemas:
 
 
 def _any(type_: type) -> Schema:
-    """Return the schema of a type that JSON does not know: any value."""
+    """Return the schema of a type that JSON lacks. The schema permits any value."""
     return {}
 
 
@@ -323,7 +323,7 @@ def _classes(types: Iterable[Any]) -> list[type]:
 
 
 def _describe_fields(component: Schema, cls: type) -> None:
-    """Add the docstrings of fields. Remove what only the messages between processes have: `id` and the tag."""
+    """Add the docstrings of fields. Remove `id` and the tag, which only messages between processes have."""
     properties: dict[str, Schema] = component.get("properties", {})
     config = getattr(cls, "__struct_config__", None)
     if config is not None and config.tag is not None:

@@ -1,7 +1,7 @@
 """Binary prompts: the token ids of a `/generate` request as int32 in front of its JSON.
 
-To write and to read a long list of ids as JSON takes milliseconds. With the header `X-Verl-Prompt-Bytes`, the body of
-`POST /generate` begins with the ids. `HttpServerEngineAdapter` sends 1,024 ids and more in this form. The answer is
+It takes milliseconds to write and to read a long list of ids as JSON. With the header `X-Verl-Prompt-Bytes`, the body
+of `POST /generate` begins with the ids. `HttpServerEngineAdapter` sends 1,024 ids and more in this form. The answer is
 that of the same request in JSON.
 
     X-Verl-Prompt-Bytes: N    header: N in decimal digits, a positive multiple of 4, at most the size of the body
@@ -29,11 +29,9 @@ JSON that is not an object, `text` or `input_ids` beside the header, `prompt_len
 
     url = "http://127.0.0.1:30000/generate"
 
-
     def generate(ids: bytes, fields: bytes) -> httpx.Response:
         headers = {"X-Verl-Prompt-Bytes": str(len(ids)), "Content-Type": "application/json"}
         return httpx.post(url, content=ids + fields, headers=headers, timeout=60)
-
 
     one = struct.pack("<3i", 11, 12, 13)
     print(generate(one, b'{"sampling_params": {"max_new_tokens": 4}}').json()["output_ids"])

@@ -1,9 +1,9 @@
-"""`PauseWatch` warns of requests that wait while generation is paused, and refuses those that wait too long.
+"""`PauseWatch` warns of requests that wait while generation is paused, and refuses requests that wait too long.
 
 The TokenizerManager owns it and runs it on its event loop. As in SGLang, requests to `/generate` wait while generation
-is paused, and the server counts as healthy. A pause that nobody ends therefore looks like a hang. So the log reports
-when a pause begins and ends and, every 30 seconds, how many requests wait. `/server_info` and `/metrics` report how
-long the pause has lasted.
+is paused, and the server counts as healthy. So a pause that is never ended looks like a hang. So the log reports when a
+pause begins and ends and, every 30 seconds, how many requests wait. `/server_info` and `/metrics` report how long the
+pause has lasted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from verl_server.server.request_state import ReqState
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-"""Time between checks of the waiting requests."""
+"""Seconds between checks of the waiting requests."""
 _WARN_SECONDS = 30.0
-"""Time between warnings, and from the beginning of a pause to the first warning."""
+"""Seconds between warnings, and from the beginning of a pause to the first warning."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class PauseWatch:
         waiting: Callable[[], Collection[ReqState]],
         refuse: Callable[[ReqState, ServerUnavailableError], None],
     ) -> None:
-        """`bound` is the longest time in seconds that a request may wait in a pause (None: any time).
+        """`bound` is the number of seconds that a request may wait in a pause (None: no limit).
 
-        `pause` returns the current pause, `waiting` the requests without an answer. `refuse` ends a request with an
-        error.
+        `pause` returns the current pause. `waiting` returns the requests without an answer. `refuse` ends a request
+        with an error.
         """
         self._bound, self._pause, self._waiting, self._refuse = bound, pause, waiting, refuse
         self._warned = 0.0

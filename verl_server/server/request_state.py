@@ -24,11 +24,14 @@ _MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_log
 Triple = list[Any]
 """[log-probability or None, token id, text or None]"""
 Write = Callable[[Any], Any]
-"""Encodes a part of a reply. The encoder of the whole reply copies the returned object without a change."""
+"""A function that encodes a part of a reply. The encoder of the whole reply copies the returned object unchanged."""
 Convert = Callable[[list[Any]], list[Any]]
-"""Converts the candidates of each position."""
+"""A function that converts the candidates of each position."""
 _AT_ONCE, _AT_ONCE_WITH_TEXT = 4096, 512
-"""Most candidates that are encoded with their result, in about 1 ms: without and with their texts."""
+"""The most candidates that are encoded together with their result, which takes about 1 ms:
+
+(without texts, with texts).
+"""
 
 
 class ReqState:
@@ -67,9 +70,10 @@ class ReqState:
         self.output_logprobs: list[float] = []
         """Log-probability of each of `output_ids`, if requested."""
         self.output_policy: list[float] = []
-        """Log-probability of each of `output_ids` under the policy, if `output_logprobs` are others and it is known."""
+        """Log-probability of each of `output_ids` under the policy, if it is known and differs from `output_logprobs`.
+        """
         self.output_choices: list[bool] = []
-        """For each of `output_ids`, whether masks allowed another token, if the engine counted it."""
+        """For each of `output_ids`: True if masks allowed another token. Only if the engine counted this."""
         self.output_top: list[TokenLogprobs] = []
         """Most likely candidates at the position of each of `output_ids`, if requested."""
         self.output_requested: list[TokenLogprobs] = []
@@ -215,8 +219,8 @@ class ReqState:
     def increment(self) -> dict[str, Any]:
         """Return the result object with only what is new since the last call: a frame of an incremental stream.
 
-        The text, the token ids and the lists of output log-probabilities of all frames, concatenated, are those of
-        `result`; the counts in `meta_info` are cumulative. What concerns the prompt is in the first and the last frame.
+        The concatenated texts, token ids and lists of output log-probabilities of all frames equal those of `result`.
+        The counts in `meta_info` are cumulative. The first and the last frame contain the fields about the prompt.
         """
         start, at = self._sent_tokens, self._sent_text
         self._sent_tokens = len(self.output_ids)
@@ -272,7 +276,7 @@ class ReqState:
 
     @property
     def policy_logprobs(self) -> PolicyLogprobs:
-        """Return the place of the policy's log-probabilities of the output tokens."""
+        """Source of the policy's log-probabilities: the reported ones ("same"), own values ("given"), or "unknown"."""
         if self.req.sampling.reports_policy and not self.req.grammar:
             return "same"
         return "given" if len(self.output_policy) == len(self.output_ids) else "unknown"
@@ -303,7 +307,7 @@ class ReqState:
         return lists
 
     def _converted(self, name: str, positions: list[Any], convert: Convert, start: int) -> list[Any]:
-        """Return the converted candidates from `start` on: those that `write_candidates` encoded, and the others."""
+        """Return the converted candidates from `start` on. `write_candidates` has encoded some of them before."""
         written = self._written.get(name, [])
         return written[start:] + convert(positions[max(start, len(written)) :])
 
@@ -344,7 +348,7 @@ class ReqState:
         return found
 
     def _num_candidates(self) -> int:
-        """Return the number of candidates at all positions of the output and the prompt, or more."""
+        """Return an upper bound on the number of candidates at all positions of the output and the prompt."""
         req, prompt = self.req, self.prompt_logprobs
         positions = len(self.output_ids) + (0 if prompt is None else len(prompt.packed_ids) // ITEM)
         return positions * (req.top_logprobs_num + len(req.token_ids_logprob or ()) + req.sampling_mask_num)
@@ -355,7 +359,7 @@ class ReqState:
         return _AT_ONCE if self._logprob_decode is None else _AT_ONCE_WITH_TEXT
 
     async def write_candidates(self) -> None:
-        """Encode the new candidates, in slices, for the next call of `result`, unless they are few.
+        """Encode the new candidates in slices for the next call of `result`, unless there are few candidates.
 
         There may be hundreds of candidates at each position. They are kept in encoded form, because hundreds of
         thousands of objects would make every garbage collection long.

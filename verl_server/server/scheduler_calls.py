@@ -37,7 +37,8 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _CONTROL_GRACE = 15.0
-"""Seconds added to the scheduler's own bound, so that the scheduler's error, which says more, arrives first."""
+"""Seconds that are added to the scheduler's own time limit, so that the scheduler's more precise error arrives first.
+"""
 
 
 class ControlCalls:
@@ -48,13 +49,19 @@ class ControlCalls:
         encode: Callable[[SchedulerInput], bytes],
         send: Callable[[bytes], None],
     ) -> None:
-        """Take `serial`, which yields ids, and `encode`, which raises BadRequestError for what it cannot encode."""
+        """Take `serial`, which yields ids, and `encode`.
+
+        For a value that cannot be encoded, `encode` raises BadRequestError.
+        """
         self.pause: Pause | None = None
         """The current pause of generation."""
         self.weight_version = server_args.loaded_version
         self.weights_confirmed = False
-        """True once an update has written every parameter, or the owner has accepted the weights that the server loaded
-        at its start (`accept_restart`). Clients that know an earlier run of this server wait until this is True."""
+        """True after an update has written every parameter, or after the owner has accepted the weights that the server
+        loaded at its start (`accept_restart`).
+
+        Clients of an earlier run of this server wait until this is True.
+        """
         self.model_path = server_args.model_path
         """Folder of the weights that were loaded last."""
         self._control_timeout = server_args.control_timeout
@@ -172,9 +179,9 @@ class ControlCalls:
         self.pause = None
 
     def _on_unwanted_success(self, req: ControlReq) -> None:
-        """Log the success of a call whose caller has given up. End a transaction that the call opened.
+        """Log the success of a call whose caller has given up. If the call opened a transaction, end the transaction.
 
-        Such a transaction would hold generation, and no caller knows of it.
+        Otherwise the transaction would hold generation, and no caller would know of it.
         """
         if not isinstance(req, (GetInternalStateReq, FlushCacheReq, *ENDING_REQS)):
             logger.warning("%s had already begun when its caller gave up, and was carried out.", _name(req))

@@ -20,9 +20,9 @@ from verl_server.ipc.child_process import describe_exit
 _DEATH_POLL = 0.1
 """Seconds between checks of the processes."""
 _SILENCE = 10.0
-"""Seconds without a message after which the scheduler is sent a request."""
+"""Seconds without a message after which a request is sent to the scheduler."""
 _LATE = 1.0
-"""Seconds to read messages that arrived while this process itself was stopped. Bounds expire meanwhile."""
+"""Seconds to read messages that arrived while this process itself was stopped, when time limits expired."""
 
 
 class Child(Protocol):
@@ -57,7 +57,7 @@ class SchedulerWatch:
         self._last_message = last_message
 
     async def until_death(self) -> ServerDiedError:
-        """Wait until a scheduler process has died or hangs. Return the error that says why."""
+        """Wait until a scheduler process has died or hangs. Return the error, which states the reason."""
         silence = asyncio.ensure_future(self._until_silent())
         try:
             while True:
@@ -70,9 +70,9 @@ class SchedulerWatch:
             silence.cancel()
 
     async def _explain_end(self) -> ServerDiedError:
-        """Return an error that names the rank that died first, because of which the other ranks end.
+        """Return an error that names the rank that died first, which made the other ranks end.
 
-        If a signal killed a rank, that rank was the first. Otherwise the error names all ranks that have ended.
+        If a signal killed a rank, this rank died first. Otherwise the error names all ranks that have ended.
         """
         killed = self._ended(killed=True)
         if not killed:
@@ -105,7 +105,7 @@ class SchedulerWatch:
                 pass
 
     async def _end_hung(self) -> ServerDiedError:
-        """Kill all scheduler processes. Return the error that says why."""
+        """Kill all scheduler processes. Return the error, which states the reason."""
         names, tail = ", ".join(child.name for child in self._children), ""
         for child in self._children:
             await asyncio.to_thread(child.terminate, 0.0)

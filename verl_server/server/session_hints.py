@@ -1,9 +1,8 @@
-"""Session hints: ids by which callers name the sessions of requests that no session of the ledger records.
+"""Session hints: ids of conversations that callers name, without a recorded session. A hint changes no output.
 
-A hint changes no output. The scheduler learns from earlier requests with the same id for how long their history will be
-needed in the prefix cache. A hint is the field `session_id` or `conversation_id` of a body, or the header
-`X-Session-ID`. `GenerateReqInput` reads the fields; the dialects read the header with `header_hint`. `/close_session`
-says that no request with the hint follows.
+From earlier requests with the same id, the scheduler learns how long the prefix cache should keep their history. A hint
+is the field `session_id` or `conversation_id` of a body, or the header `X-Session-ID`. `GenerateReqInput` reads the
+fields; the dialects read the header with `header_hint`. `/close_session` says that no request with the hint follows.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ LONGEST_ID = 128
 """Largest length of a hint in characters. Every message of a sample contains it."""
 _HEADER = "X-Session-ID"
 _PREFIX = "hint:"
-"""The ids of the ledger's sessions have no colon. So a caller cannot name a session of somebody else."""
+"""Prefix of hints. Ids of recorded sessions have no colon, so a hint cannot name the session of another caller."""
 
 
 def hint_id(named: str | None) -> str:
-    """Return the id by which the scheduler knows the session that a caller calls `named`, or "" for none.
+    """Return the scheduler's id for the hint `named` of a caller, or "" if there is no hint.
 
     Only the first `LONGEST_ID` characters of `named` count.
     """
@@ -26,5 +25,5 @@ def hint_id(named: str | None) -> str:
 
 
 def header_hint(headers: Mapping[str, str]) -> str:
-    """Return the id by which the scheduler knows the session that `X-Session-ID` names, or "" without this header."""
+    """Return the scheduler's id for the hint in the header `X-Session-ID`, or "" without this header."""
     return hint_id(headers.get(_HEADER))

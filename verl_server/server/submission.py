@@ -1,7 +1,7 @@
-"""`Submission`: from a request whose prompts are tokenized to the samples that the scheduler gets.
+"""`Submission`: converts a request whose prompts are tokenized into the samples for the scheduler.
 
-The TokenizerManager calls it on its event loop and sends the samples. Everything is checked before, against the limits
-of the server and the served model, and nothing is known to the scheduler yet.
+The TokenizerManager calls it on its event loop, and sends the samples afterwards. All samples are checked against the
+limits of the server and of the served model before the first sample is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from verl_server.server.text_service import TextService
 from verl_server.server_args import ServerArgs
 
 Encode = Callable[[TokenizedGenerateReq], bytes]
-"""Encodes a message to the scheduler. Raises BadRequestError for values that messages cannot hold."""
+"""A function that encodes a message to the scheduler.
+
+It raises BadRequestError for values that a message cannot contain.
+"""
 
 
 class Submission:
@@ -38,7 +41,7 @@ class Submission:
         serial: Iterator[int],
         encode: Encode,
     ) -> None:
-        """Take `serial`, which numbers the messages to the scheduler."""
+        """Take `serial`, which yields the numbers of the messages to the scheduler."""
         self.text = TextService(server_args, model_text, scheduler_info)
         self._model_text = model_text
         self._filters_logprobs = scheduler_info.get("logprobs_after_filters", False)

@@ -1,8 +1,8 @@
-"""`TextService` parses and tokenizes requests: short ones on the event loop, longer ones in text workers.
+"""`TextService` parses and tokenizes requests: short requests on the event loop, longer requests in text workers.
 
 The TokenizerManager owns it and uses it on its event loop. Requests with much text have separate workers of lower
-priority. So a short chat does not wait for a long one, and long texts do not take CPU time from the model. Grammars are
-checked in workers of their own (`GrammarChecks`).
+priority. So a short chat does not wait for a long chat, and long texts do not take CPU time from the model. Grammars
+are checked in separate workers (`GrammarChecks`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LONG_BODY = 128 * 1024
 """Bytes of the largest body that the workers for short requests process."""
 _NICENESS_OF_LONG = 10
 _MOST_WARNINGS = 100
-"""Names of unused template variables that are remembered: callers may choose any number of names."""
+"""The most names of unused template variables that are remembered. Callers may send any number of names."""
 _LONGEST_NAME = 100
-"""Characters of such a name that are remembered."""
+"""The most characters of such a name that are remembered."""
 
 
 class TextService:
@@ -79,7 +79,7 @@ class TextService:
         return await (self._long if len(body) > _LONG_BODY else self._short).run(job, body)
 
     async def read_packed(self, ids: memoryview, body: bytes) -> ReadRequest:
-        """Read a request whose prompts came as int32 beside the JSON `body`. The ids of a prompt take microseconds."""
+        """Read a request whose prompts are int32 in front of the JSON `body`. The ids of a prompt take microseconds."""
         if len(body) > PROMPT_JSON_BYTES:
             raise BadRequestError(
                 f"With {PROMPT_HEADER}, the JSON may have {PROMPT_JSON_BYTES} bytes, not {len(body)}: send the whole "
@@ -94,7 +94,7 @@ class TextService:
             ) from None
 
     async def read(self, request: GenerateReqInput) -> ReadRequest:
-        """Tokenize the prompts of a request that was made in this process."""
+        """Tokenize the prompts of a request that was created in this process."""
         try:
             return read_prompts(self._on_loop, request)
         except NeedsWorkerError:

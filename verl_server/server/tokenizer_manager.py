@@ -2,8 +2,8 @@
 
 The manager creates the loop, which runs in its own thread until `shutdown`. Only that thread uses the socket, events
 and states. HTTP handlers run on this loop; other threads call `run_sync` and `run_async`. One socket carries requests
-to the scheduler, and results and control replies (`scheduler_calls`) back. The loop reads the socket itself, without a
-task in between. When the scheduler dies or hangs, every waiting call fails with the cause and the end of the
+to the scheduler, and results and control replies (`scheduler_calls`) back. The loop reads the socket directly, without
+a separate task. When the scheduler dies or hangs, every waiting call fails with the cause and the end of the
 scheduler's log.
 """
 
@@ -64,9 +64,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LONGEST_FRAME_GAP = 0.05
-"""Seconds: the most that `stream_frame_gap` delays a frame of a stream."""
+"""The most seconds by which `stream_frame_gap` delays a frame of a stream."""
 _ABORT_GRACE = 2.0
-"""Seconds that running requests get at shutdown to return their partial output."""
+"""Seconds that a shutdown waits for the partial output of running requests."""
 
 
 class TokenizerManager:
@@ -88,7 +88,7 @@ class TokenizerManager:
         """True after the warm-up request was answered."""
         self.last_message = time.monotonic()
         self.last_tokens = -math.inf
-        """Time on the monotonic clock when tokens of any request arrived."""
+        """Time on the monotonic clock at which the latest tokens of any request arrived."""
         self._messages = messages
         self._waits_for_room = False
         self._on_death = on_death
@@ -172,9 +172,9 @@ class TokenizerManager:
         """Check a request, then send its samples to the scheduler. Either all samples are accepted, or none.
 
         With `write`, the results of the generation are encoded in pieces. Both this and a large batch are processed in
-        slices, between which the loop does other work. `recorded`: index of a sample -> its tokens, which the scheduler
-        sent before. Such a sample is not sampled again. `session_id`: the scheduler's id of the session of the prompts
-        for which the request itself names none.
+        slices, between which the loop does other work. `recorded` maps the index of a sample to its tokens, which the
+        scheduler sent before. Such a sample is not sampled again. `session_id` is the scheduler's session id for
+        prompts for which the request names no session.
         """
         self.check_serving()
         assert self._submission is not None
@@ -274,13 +274,13 @@ class TokenizerManager:
         self.metrics.request_finished(state)
 
     def finish_session(self, session_id: str) -> None:
-        """Note that no request continues the session any more. `session_id` is the scheduler's id."""
+        """Inform the scheduler that no request will continue the session. `session_id` is the scheduler's id."""
         self._send(self._encode(FinishSessionReq(session_id=session_id)))
 
     def finish_hint(self, named: str) -> None:
-        """Note that no request continues the session that callers call `named`, outside of the ledger.
+        """End the session hint `named`: no request will continue its conversation.
 
-        Nothing is sent before the scheduler is ready and after it has ended. Raise BadRequestError for invalid text.
+        Nothing is sent before the scheduler is ready, or after it has ended. Raise BadRequestError for invalid text.
         """
         if named and self._refusal is None:
             self.finish_session(hint_id(named))
@@ -288,7 +288,10 @@ class TokenizerManager:
     # -- control --------------------------------------------------------------------------------------------
 
     async def control(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
-        """See `ControlCalls.call` and `check_serving`. A pause that aborts concerns requests that have arrived, too."""
+        """See `ControlCalls.call` and `check_serving`.
+
+        A pause that aborts also aborts requests that have arrived but are not in the scheduler yet.
+        """
         self.check_serving()
         if isinstance(req, PauseGenerationReq) and req.mode == "abort":
             self._abort_all_unsent()
@@ -299,7 +302,7 @@ class TokenizerManager:
         return len(self._states)
 
     def check_serving(self) -> None:
-        """Raise the reason if the server refuses requests: it is starting, has died or is shutting down."""
+        """Raise the reason if the server refuses requests because it is starting, has died or is shutting down."""
         if self._refusal is not None:
             raise _again(self._refusal)
 

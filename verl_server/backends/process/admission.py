@@ -28,7 +28,7 @@ class Admission:
     """The waiting and running requests. `Backend` owns it, and it is the `Planner` of a `ControlQueue`."""
 
     def __init__(self, driver: EngineDriver, random_seed: int | None, timeout: float) -> None:
-        """A retraction may take `timeout` seconds."""
+        """`timeout` is the most seconds of a retraction."""
         self._driver, self._timeout = driver, timeout
         self._seeds = random.Random(random_seed)
         """Source of seeds for requests without a `sampling_seed`."""

@@ -42,7 +42,7 @@ class EngineWorkers:
     """
 
     def __init__(self, driver: EngineDriver, timeout: float, clock: Callable[[], float]) -> None:
-        """A call may take `timeout` seconds. It takes no longer than a step and a copy of the weights.
+        """`timeout` is the most seconds of a call, which takes no longer than a step and a copy of the weights.
 
         `clock` returns seconds.
         """

@@ -23,7 +23,7 @@ class LayerwiseLoader:
     """The `WholeTensorLoader` that loads modules through vLLM's layerwise reload."""
 
     def __init__(self, live: LiveModel, groups: Mapping[str, str]) -> None:
-        """`groups` maps a tensor to the name of the group of vLLM's modules that are loaded together with it."""
+        """Take `groups`: tensor -> name of the group of vLLM's modules that are loaded together with the tensor."""
         self._live, self._group_of = live, groups
         self.names = frozenset(groups)
         self.unproved = ""

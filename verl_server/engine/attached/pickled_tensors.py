@@ -1,6 +1,8 @@
-"""Handles of tensors as the pickles that SGLang and vLLM read. `weight_sync.sglang` and `.vllm` parse the same forms.
+"""Converts tensors into the pickled handles that SGLang and vLLM read.
 
-The pickles name functions and hold CUDA IPC handles; the receiving server decides what it unpickles.
+`weight_sync.sglang` and `.vllm` parse the same formats.
+
+The pickles contain names of functions and CUDA IPC handles. The receiving server decides which functions it calls.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ _DEVICE = 6
 """Index of the device among the arguments of torch's `rebuild_cuda_tensor`."""
 _TORCH_REBUILD = b"ctorch.multiprocessing.reductions\nrebuild_cuda_tensor\n"
 _SGLANG_REBUILD = b"csglang.srt.utils.patch_torch\n_rebuild_cuda_tensor_modified\n"
-"""SGLang's function takes the UUID of the GPU instead of its number, which differs between processes."""
+"""Name of SGLang's function, which takes the UUID of the GPU instead of the index that differs between processes."""
 
 
 def whole(tensors: Sequence[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
-    """Return the tensors contiguous, without gradients. Raise BadRequestError for what is not a whole tensor."""
+    """Return the tensors contiguous and without gradients.
+
+    Raise BadRequestError for a value that is no whole tensor.
+    """
     for name, tensor in tensors:
         if not isinstance(tensor, Tensor) or hasattr(tensor, "full_tensor"):
             raise BadRequestError(

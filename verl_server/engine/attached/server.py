@@ -1,7 +1,7 @@
 """`AttachedServer`: a server of another project, as `HttpServerEngineAdapter.attach` uses it.
 
-`identify` recognizes the server and makes one of these. Generation, control and weights go over the wire that the
-server speaks; what that wire cannot express is refused by name.
+`identify` recognizes the server and creates the object. Generation, control requests and weights use the wire of that
+server. A call or option that the wire cannot express is refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GenerateTransport(Protocol):
-    """Carries out requests whose bodies are those of `/generate`. `timeout`: seconds without an answer."""
+    """Sends requests with bodies of `/generate`. `timeout` is the number of seconds to wait without an answer."""
 
     def generate(self, body: dict[str, Any], timeout: float | None) -> Result: ...
 
@@ -44,7 +44,7 @@ class AttachedServer(Protocol):
     def generation(self) -> GenerateTransport: ...
 
     def control(self, req: ControlReq, timeout: float) -> ControlReply:
-        """Carry out a control request. Raise BadRequestError for one that the server's wire cannot express."""
+        """Send a control request. Raise BadRequestError for a request that the server's wire cannot express."""
 
     def push(self, tensors: NamedTensors, req: UpdateWeightsFromTensorReq, timeout: float) -> ControlReply:
         """Make the server read these tensors, named as in the checkpoint. Return when it no longer reads them."""

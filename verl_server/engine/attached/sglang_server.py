@@ -1,7 +1,8 @@
 """`SglangServer`: a genuine SGLang server that somebody else launched.
 
-Its `/generate` and most of its control routes have the names and fields of ours. Weights are pushed as SGLang's pickled
-handles; `mode` is expressed by its pauses. Source of the wire: SGLang 0.5.16 and 0.5.23.
+Its `/generate` and most of its control routes have the same names and fields as the routes of this project. Weights are
+pushed as SGLang's pickled handles. `mode` is translated into pauses of SGLang. Source of the wire: SGLang 0.5.16 and
+0.5.23.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _SAME = (
     | InitWeightsUpdateGroupReq
     | DestroyWeightsUpdateGroupReq
 )
-"""Requests that SGLang takes with our fields."""
+"""Requests that SGLang accepts with the fields of this project."""
 _UPDATE_FIELDS = {
     "model_path",
     "load_format",
@@ -65,12 +66,12 @@ _UPDATE_FIELDS = {
     "shapes",
     "group_name",
 }
-"""Fields of our updates that SGLang has, too."""
+"""Fields of updates that SGLang has, too."""
 
 
 class SglangServer:
     def __init__(self, transport: HttpTransport, url: str, info: dict[str, Any]) -> None:
-        """`info`: the answer of its `/server_info`."""
+        """`info` is the answer of the server's `/server_info`."""
         self._transport, self._url = transport, url
         self.name = f"SGLang {info.get('version', '(unknown version)')}"
         self.generation = transport
@@ -79,7 +80,7 @@ class SglangServer:
         self._is_paused = False
         """True if a caller has paused generation."""
         self._is_torn = False
-        """True if an update in a pause of its own has failed. Generation is still paused then."""
+        """True if an update failed for which this object had paused generation. Generation is then still paused."""
 
     def control(self, req: ControlReq, timeout: float) -> ControlReply:
         if isinstance(req, UpdateWeightsFromDiskReq | UpdateWeightsFromDistributedReq):
@@ -127,7 +128,10 @@ class SglangServer:
         return info
 
     def _update(self, req: UpdateReq, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
-        """Send an update in the pause that `mode` means. SGLang itself waits for running requests, or aborts them."""
+        """Send an update during the pause that `mode` requires.
+
+        SGLang itself waits for running requests, or aborts them.
+        """
         refuse_options(req, self.name)
         self._own_versions.note(req.weight_version or "")
         # SGLang keeps the label of the old weights if an update has none.
@@ -149,7 +153,7 @@ class SglangServer:
         return reply
 
     def _in_transaction(self, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
-        """Send an update between the calls that SGLang demands since 0.5.2x. Older versions do not have them."""
+        """Send an update between the two calls that SGLang requires since 0.5.2x. Older versions lack these calls."""
         begun = self._transport.post("/begin_weight_update", {}, timeout).status_code == 200
         try:
             return self._post(path, fields, timeout)

@@ -1,7 +1,7 @@
 """`VllmCompletions`: `/generate` requests carried out by `/v1/completions` of a genuine vLLM server.
 
 That route takes token ids and returns them (`return_token_ids`), with log-probabilities of the tokens by id. Every
-sampling setting is sent, because vLLM takes those that are missing from the model's `generation_config.json`.
+sampling setting is sent, because vLLM reads missing settings from the model's `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPTIONS = {
 _HINTS = ("session_id",)
 """Options of `/generate` that change no output."""
 _THREADS = 64
-"""Most requests of one batch that run at a time."""
+"""The most requests of one batch that run at the same time."""
 
 
 class VllmCompletions:
@@ -47,7 +47,10 @@ class VllmCompletions:
     def __init__(
         self, transport: HttpTransport, model: str, logprobs_mode: str | None, version: Callable[[], str]
     ) -> None:
-        """`logprobs_mode`: vLLM's setting, None if it is not known. `version`: label of the served weights."""
+        """`logprobs_mode` is vLLM's setting, or None if it is unknown.
+
+        `version` returns the label of the served weights.
+        """
         self._transport, self._model, self._version = transport, model, version
         self._logprobs_mode = logprobs_mode
 
@@ -92,7 +95,7 @@ _STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous
 
 
 def _split(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one body for each prompt, without the hints that vLLM does not know. A list has one entry for each."""
+    """Return one body for each prompt, without the hints that vLLM does not have."""
     body = {name: value for name, value in body.items() if name not in _HINTS}
     prompts = body.get("input_ids", body.get("text"))
     if ("input_ids" in body) == ("text" in body):
@@ -140,7 +143,7 @@ class _Sample:
         self._mode = _logprobs_mode(logprobs_mode, self._params)
         self._began = time.monotonic()
         self._so_far: dict[int, dict[str, Any]] = {}
-        """Choice -> the contents of a stream's events so far, as one choice."""
+        """Index of a choice -> all events of the stream so far, merged into one choice."""
         self.request = self._request(model)
 
     def _request(self, model: str) -> dict[str, Any]:
@@ -169,7 +172,7 @@ class _Sample:
         return [self._result(choice, answer.get("usage") or {}) for choice in choices]
 
     def frames(self, event: dict[str, Any]) -> Iterator[GenerateResult]:
-        """Return what an event adds, as results with everything so far."""
+        """Add an event of the stream, and return the results so far that the event changed."""
         for choice in event["choices"]:
             index = int(choice["index"])
             so_far = self._so_far.setdefault(index, {"text": "", "token_ids": [], "logprobs": None})

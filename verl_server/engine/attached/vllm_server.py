@@ -1,8 +1,8 @@
 """`VllmServer`: a genuine vLLM server that somebody else launched.
 
 Generation goes through `/v1/completions`. Pauses, weights, sleep and cache are routes that vLLM has only if it was
-started with VLLM_SERVER_DEV_MODE=1. vLLM (0.26) does not know weight versions: this object keeps the label, so all
-updates must go through one adapter. Source of the wire: vLLM 0.26.0 and 0.32.0.
+started with VLLM_SERVER_DEV_MODE=1. vLLM (0.26) has no weight versions. This object keeps the label, so all updates
+must use one adapter. Source of the wire: vLLM 0.26.0 and 0.32.0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from verl_server.engine.attached.server import NamedTensors
 
 _PAUSES: dict[PauseMode, str] = {"abort": "abort", "wait": "wait", "in_place": "keep", "retract": "keep"}
-"""Our mode -> that of vLLM's `/pause`."""
+"""`mode` of an update -> `mode` of vLLM's `/pause`."""
 
 
 class VllmServer:
@@ -161,7 +161,7 @@ class VllmServer:
         return None if mode is None else str(mode)
 
     def _update(self, req: UpdateReq, write: Callable[[], None], timeout: float) -> ControlReply:
-        """Write weights in the pause that `mode` means. After a failure, the server stays paused."""
+        """Write weights during the pause that `mode` requires. After a failure, the server stays paused."""
         refuse_options(req, self.name)
         with self._updates:
             if not (self._is_paused or self._is_torn):

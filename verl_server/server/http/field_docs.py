@@ -1,4 +1,4 @@
-"""The docstrings below the fields of a class, read from its source: Python keeps none of them.
+"""Reads the docstrings below the fields of a class from its source, because Python does not keep them.
 
 `server.openapi` and `docs/declarations.py` describe fields with them.
 """

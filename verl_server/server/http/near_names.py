@@ -1,7 +1,7 @@
 """`near_name`: the known name that an unknown one misspells by one letter, by another way of writing, or by a synonym.
 
-Called for fields of request bodies and for query parameters. A wrong guess refuses a valid request, so the rule is
-narrow: in short names, fewer kinds of slips count.
+Called for fields of request bodies and for query parameters. A wrong guess would refuse a valid request. So the rule is
+narrow, and fewer kinds of misspellings count for short names.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ import re
 from collections.abc import Iterable
 
 _SHORTEST = 3
-"""Shorter names are too near to each other. (`tag` and `mod` are near to `tags` and `mode`.)"""
+"""Fewest letters of a name that is compared. Shorter names are too similar:
+
+`tag` and `mod` are similar to `tags` and `mode`.
+"""
 _SHORTEST_EXCHANGED = 4
-"""From this length on, two exchanged letters are a slip."""
+"""From this length on, two exchanged letters count as a misspelling."""
 _SHORTEST_REPLACED = 6
-"""From this length on, one other letter is a slip. Below, it is as likely another word (`step` and `stop`)."""
+"""From this length on, one different letter counts as a misspelling.
+
+A shorter name is likely another word (`step` and `stop`).
+"""
 _OTHER_WORDS = {
     "history": ("messages",),
     "max_gen_len": ("max_tokens", "max_output_tokens"),
@@ -31,11 +37,11 @@ _OTHER_WORDS = {
     "system_prompt": ("system", "instructions"),
     "temp": ("temperature",),
 }
-"""Word of other libraries -> fields with that meaning. The first one that a request knows counts."""
+"""Word of other libraries -> fields with this meaning. The first field that the request has counts."""
 
 
 _WORDS = frozenset({"models", "model", "mode"})
-"""Names that are near to each other and mean what they say: other services have them."""
+"""Names of other services that are similar to known names but are not misspelled."""
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
@@ -68,5 +74,5 @@ def _is_near(name: str, other: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    """`maxTokens`, `max-tokens` and `MAX_TOKENS` are `max_tokens`."""
+    """Return a name in lower case with underscores: `maxTokens`, `max-tokens` and `MAX_TOKENS` become `max_tokens`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", name).lower()

@@ -1,4 +1,4 @@
-"""`Operation`: one route of a dialect, with everything that its request and its answer may hold.
+"""`Operation`: one route of a dialect, with all fields of its request and its answer.
 
 The API class of each dialect returns its operations. `app.create_app` serves them. `/openapi.json`, the access rules,
 the reference in docs/ and the test that sends every field read the same table. A known field of a body is in exactly
@@ -54,13 +54,13 @@ class Operation:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Known field that is not implemented -> what to do instead. A request that sets the field is answered 400."""
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    """Known field that is accepted and changes nothing -> why nothing is lost."""
+    """Known field that is accepted and has no effect -> the reason."""
     inside: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Field of the body whose object the handler decodes by itself -> all known fields of the object."""
     query: Mapping[str, str] = field(default_factory=dict)
     """Name of a query parameter -> its meaning."""
     answer: Any = None
-    """Type of the JSON answer with status 200. None: the docstring of the handler says what the answer holds."""
+    """Type of the JSON answer with status 200. None: the docstring of the handler describes the answer."""
     media_types: tuple[str, ...] = (JSON,)
     """Content types of the answer with status 200."""
     answer_error: AnswerError = error_response

@@ -47,7 +47,10 @@ ERROR_HEADER = "X-Verl-Error"
 _PIECE = 256 * 1024
 """Bytes of a long body that are sent at once."""
 _SMALL_BODY = 2**21
-"""Most bytes of a body that is parsed on the event loop and names no tensors: some 10 ms of the loop."""
+"""The most bytes of a body that is parsed on the event loop, unless it lists tensors.
+
+The loop needs some 10 ms for it.
+"""
 _DISCARD_SECONDS = 1.0
 """Longest time to read and discard a body that is too large, so that the client can read the response."""
 
@@ -194,10 +197,10 @@ async def _discard(request: Request) -> None:
 
 
 async def read_json(request: Request, limit: int, *, carries_tensors: bool = False) -> Any:
-    """Return the whole body, parsed on the event loop, so it is small. `limit` is `max_request_bytes`.
+    """Return the parsed body. The event loop parses it, so the body must be small. `limit` is `max_request_bytes`.
 
-    `carries_tensors`: the body may name each tensor of a model, with handles of all ranks. Only callers that may change
-    weights send such a body, and it may have as many bytes as a prompt.
+    With `carries_tensors`, the body may list each tensor of a model, with handles of all ranks, and may have as many
+    bytes as a prompt. Only callers that may change weights send such a body.
     """
     return parse_json(await read_body(request, limit if carries_tensors else min(limit, _SMALL_BODY)))
 
@@ -244,7 +247,10 @@ class EventStream(StreamingResponse):
         super().__init__(frames, headers={"Cache-Control": "no-cache"})
         self._on_close = on_close
         self.is_complete = False
-        """True once the last frame was handed to the connection. A disconnected client ends the stream before."""
+        """True after the last frame was passed to the connection.
+
+        If the client disconnects, the stream ends earlier.
+        """
 
     async def stream_response(self, send: Send) -> None:
         await super().stream_response(send)

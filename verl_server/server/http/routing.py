@@ -87,7 +87,7 @@ def _shared_parts(parts: list[str], known: list[str]) -> int:
 
 
 class Dispatch:
-    """The innermost application: calls the handler, or answers that nothing serves the request.
+    """The innermost application: calls the handler, or answers that no route serves the request.
 
     The operation converts the errors of its handler into answers.
     """

@@ -1,12 +1,12 @@
 """Headers with which routers and clients choose a server, checked for every route.
 
-`X-Session-ID` and `X-SMG-Routing-Key` choose among servers. At the server, `X-Session-ID` names a session beside an
-owner's key if its owner created one (`sessions/access`). Otherwise it is a hint: the prefix cache estimates from
-earlier requests with the same id how long to keep the history. The first 128 characters of the header count. The
-fields `session_id` and `conversation_id` of a body are the same hint for each prompt, and precede the header.
-`X-SMG-Routing-Key` has no effect at the server.
-`X-data-parallel-rank` chooses a rank in a server, which has only rank 0; another rank is refused (400). `X-Request-Id`
-names a request of `/inference/v1/generate`.
+`X-Session-ID` and `X-SMG-Routing-Key` choose among servers. If a request has an owner's key, and the owner created a
+session with the id in `X-Session-ID`, the request belongs to this session (`sessions/access`). Otherwise `X-Session-ID`
+is a hint: from earlier requests with the same id, the prefix cache estimates how long to keep the history. Only the
+first 128 characters of the header are read. The fields `session_id` and `conversation_id` of a body are the same hint
+for each prompt, and take precedence over the header. `X-SMG-Routing-Key` has no effect at the server.
+`X-data-parallel-rank` chooses a data-parallel rank. A server has only rank 0, and refuses another rank (400).
+`X-Request-Id` names a request of `/inference/v1/generate`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 HEADER = "X-Verl-Unknown-Fields"
 _LONGEST_HEADER = 2048
-"""Bytes of names in the header. aiohttp's clients refuse a line of more than 8,190 bytes."""
+"""The most bytes of names in the header. aiohttp's clients refuse a line of more than 8,190 bytes."""
 _STATE = "unknown_fields"
 """Name in `scope["state"]` of the `_Judge` of a request."""
 
@@ -145,7 +145,10 @@ class _Judge:
         self.accepted += names
 
     def header(self) -> bytes:
-        """Return the names, escaped. Names that do not fit are left out: clients bound the length of a header."""
+        """Return the names, escaped.
+
+        Names that do not fit are omitted, because clients bound the length of a header.
+        """
         names = ", ".join(quote(_shown(name), safe="?.-_[]") for name in self.accepted)
         return (names if len(names) <= _LONGEST_HEADER else names[:_LONGEST_HEADER] + "...").encode()
 

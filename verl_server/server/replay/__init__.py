@@ -1,1 +1,1 @@
-"""Retried generation: a request that comes again joins the running one, or gets the answer that was kept."""
+"""Retries of generation: a repeated request joins the running request, or gets the answer that was kept."""

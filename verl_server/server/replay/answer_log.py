@@ -1,8 +1,8 @@
 """`AnswerLog`: the answer to one request, as the application sent it, for any number of readers.
 
-`ReplayMiddleware` runs the application against a log in place of the client's connection. Each connection of a client
-reads the log from its own place on. A reader that does not read holds back nobody. `Entries` packs the log of an answer
-that it keeps: a packed log has few objects, whatever the number of pieces.
+`ReplayMiddleware` lets the application write to a log instead of the client's connection. Each connection of a client
+reads the log from its own position. A slow reader delays neither the application nor other readers. `Entries` packs the
+log of a kept answer: a packed log has few objects, for any number of pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Message = dict[str, Any]
 _EVENTS = b"text/event-stream"
 _DONE = b"data: [DONE]"
 _MOST_READ = 256 * 1024
-"""Bytes after which `read` adds no further piece."""
+"""Number of bytes after which `read` adds no further piece."""
 
 
 class AnswerLog:
@@ -42,7 +42,7 @@ class AnswerLog:
     )
 
     def __init__(self, *, numbers_events: bool, supersedes: bool) -> None:
-        """`numbers_events`: each event gets an `id`. `supersedes`: an event replaces the events before it."""
+        """With `numbers_events`, each event gets an `id`. With `supersedes`, an event replaces the events before it."""
         self._numbers_events, self._supersedes = numbers_events, supersedes
         self._start: Message | None = None
         self._pieces: list[bytes] = []
@@ -51,19 +51,19 @@ class AnswerLog:
         self._ends = array("I")  # of a packed log: the end of each piece in `_body`
         self._changed: asyncio.Event | None = None
         self.status = 0
-        """0 before the start."""
+        """HTTP status of the answer. 0 before the start."""
         self.is_stream = False
         """True for an event stream."""
         self.size = 0
         """Bytes of the pieces."""
         self.is_complete = False
-        """True when the application has sent everything, or has ended without that."""
+        """True when the application has sent the whole answer, or has ended early."""
         self.is_broken = False
         """True if the application ended before the end of its answer."""
 
     @property
     def start(self) -> Message | None:
-        """The message that begins the answer, once the application sent it."""
+        """The message that begins the answer. None until the application has sent it."""
         if not self._packed_start:
             return self._start
         status, headers = msgspec.msgpack.decode(self._packed_start, type=tuple[int, list[tuple[bytes, bytes]]])
@@ -89,7 +89,7 @@ class AnswerLog:
         self._wake()
 
     def end(self) -> None:
-        """Note that the application has ended. An answer without an end is broken."""
+        """Record that the application has ended. An answer without an end is broken."""
         if not self.is_complete:
             self.is_complete = self.is_broken = True
             self._wake()
@@ -107,7 +107,7 @@ class AnswerLog:
         return b"".join(self._pieces[place:end]), end
 
     def pack(self) -> int:
-        """Store a complete answer in three buffers, and return their bytes. Readers read on from their places."""
+        """Store a complete answer in three buffers, and return their size in bytes. Readers keep their positions."""
         assert self.is_complete and self._start is not None
         headers = [(bytes(name), bytes(value)) for name, value in self._start.get("headers", [])]
         self._packed_start = msgspec.msgpack.encode((self.status, headers))
@@ -121,7 +121,7 @@ class AnswerLog:
         return len(self._packed_start) + len(self._body) + self._ends.itemsize * len(self._ends)
 
     def next_change(self) -> asyncio.Event:
-        """Return the event that the next message, or the end, sets."""
+        """Return the event that is set by the next message, or by the end of the answer."""
         if self._changed is None:
             self._changed = asyncio.Event()
         return self._changed

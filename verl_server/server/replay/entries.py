@@ -1,7 +1,7 @@
-"""`Entries`: the requests that may be joined or answered again, by their keys, within bounds of time and memory.
+"""`Entries`: the requests that a retry may join, or whose answer is kept, by key, within bounds of time and memory.
 
-`ReplayMiddleware` owns it, and uses it on the event loop only. No method looks at all entries: the kept answers stand
-in the order in which they expire, with their bytes counted.
+`ReplayMiddleware` owns it, and uses it on the event loop only. No method visits all entries: the kept answers are in
+the order in which they expire, and their bytes are counted.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from verl_server.server.replay.answer_log import AnswerLog
 
 Scope = bytes
-"""16 bytes: a hash of the caller's key, the session and the child session. Keys of different scopes never meet."""
+"""16 bytes: a hash of the caller's key, the session and the child session.
+
+Equal idempotency keys of different scopes differ.
+"""
 
 _KEPT_BYTES = 900
-"""Bytes of a kept answer beside its buffers: the entry, its log, the keys and their places in the tables."""
+"""Bytes of a kept answer in addition to its buffers: the entry, its log, the keys and their places in the tables."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,26 +33,29 @@ class Entry:
     """Hash of the path, the headers that change the answer, and the body."""
     log: AnswerLog
     abandoned: asyncio.Event | None
-    """Set when nobody waits any more: the application sees that its client disconnected. None when it has ended."""
+    """Event that is set when no connection waits any more. The application then sees that its client disconnected.
+
+    None after the application has ended.
+    """
     readers: int = 0
     is_lost: bool = False
-    """A connection was lost before its reply was complete, and no retry has joined since."""
+    """True if a connection was lost before its reply was complete, and no retry has joined since."""
     lost: asyncio.Event | None = None
-    """Set when `is_lost` becomes true. None: nobody waits for it."""
+    """Event that is set when `is_lost` becomes true. None if no task waits for it."""
     timer: asyncio.TimerHandle | None = None
-    """Runs while the application runs and no connection reads."""
+    """Timer that runs while the application runs and no connection reads."""
     on_delivered: Callable[[], None] | None = None
-    """The routes set it. It is called when the first connection took the whole answer."""
+    """A function that the routes set. It is called when the first connection has received the whole answer."""
     is_dropped: bool = False
     is_too_large: bool = False
-    """The answer is complete, and its bytes were dropped, because there are too many."""
+    """True if the answer is complete, but was dropped because it has too many bytes."""
     expires: float = 0.0
     """Time of the loop until which the complete answer is kept."""
     size: int = 0
-    """Bytes of memory of the complete answer, about."""
+    """Approximate bytes of memory of the complete answer."""
 
     def delivered(self) -> None:
-        """Note that a connection took the whole answer."""
+        """Record that a connection has received the whole answer."""
         call, self.on_delivered = self.on_delivered, None
         if call is not None:
             call()
@@ -66,7 +72,7 @@ class Entries:
         self._live: dict[bytes, dict[Entry, None]] = {}  # by scope and digest: entries that run, are read, or are lost
         self._timer: asyncio.TimerHandle | None = None  # set for the first kept answer to expire
         self.size = 0
-        """Bytes of memory of the kept answers, about."""
+        """Approximate bytes of memory of the kept answers."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._kept)
@@ -83,9 +89,9 @@ class Entries:
         return self._by_key.get(scope + key)
 
     async def lost(self, scope: Scope, digest: bytes, seconds: float) -> Entry | None:
-        """Return the one entry of a request whose connection was lost and which no connection reads, or None.
+        """Return the only entry of a request whose connection was lost and which no connection reads, or None.
 
-        If the request came only once, its connection may be lost within `seconds` from now.
+        If the request has one entry, wait up to `seconds` for the loss of its connection.
         """
         same = self._live.get(scope + digest, {})
         if len(same) == 1 and not (only := next(iter(same))).is_lost:
@@ -103,7 +109,7 @@ class Entries:
         return None if found is None or self.is_too_large(found) else found
 
     def joined(self, entry: Entry) -> None:
-        """Note that a connection reads the entry."""
+        """Record that a connection reads the entry."""
         entry.readers += 1
         entry.is_lost = False
         self._cancel(entry)
@@ -111,7 +117,10 @@ class Entries:
             self._live.setdefault(entry.scope + entry.digest, {})[entry] = None
 
     def left(self, entry: Entry, *, complete: bool) -> None:
-        """Note that a connection has ended. If it was the last one and missed a part, the entry waits for a retry."""
+        """Record that a connection has ended.
+
+        If it was the last connection and missed a part, the entry waits for a retry.
+        """
         entry.readers -= 1
         if not complete:
             entry.is_lost = True
@@ -126,7 +135,7 @@ class Entries:
             self._settle(entry)
 
     def ended(self, entry: Entry) -> None:
-        """Note that the application has ended. A refusal, or an answer without an end, is not kept for a retry."""
+        """Record that the application has ended. A refusal, or an answer without an end, is not kept for a retry."""
         is_kept = not entry.log.is_broken and 200 <= entry.log.status < 300
         if not is_kept or (entry.key is None and not entry.is_lost and not entry.readers):
             self.drop(entry)
@@ -153,7 +162,7 @@ class Entries:
         return entry.is_too_large or entry.log.size > self._most_entry_bytes
 
     def drop(self, entry: Entry) -> None:
-        """Forget an entry. Connections that read its log read on."""
+        """Remove an entry. Connections that read its log continue to read it."""
         if entry.is_dropped:
             return
         entry.is_dropped = True
@@ -174,7 +183,7 @@ class Entries:
             self._rest(entry)
 
     def _rest(self, entry: Entry) -> None:
-        """Remove an entry from those that run, are read, or are lost."""
+        """Remove an entry from the tables of running, read and lost entries."""
         same = self._live.get(entry.scope + entry.digest)
         if same is not None:
             same.pop(entry, None)
@@ -182,7 +191,7 @@ class Entries:
                 del self._live[entry.scope + entry.digest]
 
     def _expire(self) -> None:
-        """Drop the answers that have expired, and set the timer for the next one."""
+        """Drop the answers that have expired, and set the timer for the next expiry."""
         loop = asyncio.get_running_loop()
         self._timer = None
         while self._kept:

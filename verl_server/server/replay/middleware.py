@@ -1,8 +1,9 @@
-"""`ReplayMiddleware`: a generation that comes again is not sampled again.
+"""`ReplayMiddleware`: a repeated request to generate is not sampled again.
 
-It stands between `AuthMiddleware` and the routes, and applies to requests to generate that have the header
-`Idempotency-Key` or belong to a session. The application answers into an `AnswerLog`, and the client's connection reads
-the log: a connection that breaks loses nothing for `replay_grace` seconds. The rules, by what arrives:
+It is between `AuthMiddleware` and the routes, and applies to requests to generate that have the header
+`Idempotency-Key` or belong to a session. The application writes its answer to an `AnswerLog`, and the client's
+connection reads the log. If the connection breaks, the answer is kept for `replay_grace` seconds. The rules, by what
+arrives:
 
 - a key that came before, with the same body: the connection joins the running answer, or gets the kept one;
 - the same key with another body: 409;
@@ -41,7 +42,7 @@ KEY_HEADER = "idempotency-key"
 _MOST_KEY = 255
 _MOST_ENTRY_BYTES = 16 * 2**20
 _NOTICE_SECONDS = 0.05
-"""Longest wait for the server to notice that the connection of the request before was lost."""
+"""Seconds to wait at most until the server detects that the connection of the earlier request was lost."""
 
 
 class ReplayMiddleware:
@@ -55,7 +56,7 @@ class ReplayMiddleware:
         most_body: int,
         cumulative_events: bool,
     ) -> None:
-        """`cumulative_events`: an event of `/generate` holds everything so far."""
+        """`cumulative_events` is True if an event of `/generate` contains the whole output so far."""
         self._app, self._most_body = app, most_body
         self._cumulative = cumulative_events
         self.entries = Entries(grace, ttl, most_bytes, _MOST_ENTRY_BYTES)
@@ -87,7 +88,7 @@ class ReplayMiddleware:
     # -- which answer ------------------------------------------------------------------------------------------
 
     async def _entry(self, scope: Scope, headers: Headers, session: Any, key: str | None, read: _Read) -> Entry:
-        """Return the entry that answers a request: a new one, or one that it joins."""
+        """Return the entry that answers a request: a new entry, or an entry that the request joins."""
         if key is not None and not 0 < len(key) <= _MOST_KEY:
             raise BadRequestError(f"Idempotency-Key must have 1 to {_MOST_KEY} characters.")
         caller = _scope(headers, session)
@@ -176,7 +177,7 @@ class ReplayMiddleware:
             entry.delivered()
 
     async def _send_all(self, log: AnswerLog, place: int, gone: asyncio.Future[None], send: Send) -> bool:
-        """Return True when everything was sent, and False if the client disconnected before."""
+        """Return True when everything was sent, or False if the client disconnected earlier."""
         started = False
         while True:
             if gone.done():

@@ -1,9 +1,10 @@
 """`SessionAccess` finds the session that a request belongs to, and decides what a session key permits.
 
-A session is named by its key, as API key or in the path (`/s/KEY/v1/...`), or by the header X-Session-ID beside an
-owner's key. `SessionPathMiddleware` is the outermost: it removes a key from the path in place, so that no log and no
-error holds it. `AuthMiddleware` calls `SessionAccess.resolve` before any route. A session key permits open
-operations, and in its own session also operations with `in_session`. Every other operation is refused.
+A request names its session by the session key (as API key, or in the path `/s/KEY/v1/...`), or by the header
+X-Session-ID together with an owner's key. `SessionPathMiddleware` is the outermost middleware: it removes a key from
+the path in place, so that no log and no error contains the key. `AuthMiddleware` calls `SessionAccess.resolve` before
+any route. A session key permits open operations, and in its own session also operations with `in_session`. Every other
+operation is refused.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _scope_key(sent_keys: list[bytes]) -> bytes:
 def _take_key(scope: Scope) -> bytes | None:
     """Remove `/s/KEY` from the path in place, and hide other session keys in it. Return the key.
 
-    A path that begins like this and is malformed loses its key, too; the key that is returned is then of no session.
+    The key is removed from a malformed path, too. The returned key then belongs to no session.
     """
     path: str = scope["path"]
     found = _IN_PATH.fullmatch(path)

@@ -1,7 +1,8 @@
-"""The plan of a session's next turn whose prompt is token ids: which stored turn it follows.
+"""The plan of a session's next turn for a prompt of token ids: finds the stored turn that the prompt follows.
 
 `SessionTurns` calls it on the event loop, for prompts that no text worker planned. Each turn is compared once, with its
-own ids only, and in slices, between which the loop does other work. A turn that ends meanwhile can only add branches.
+own ids only. The comparison is divided into slices, between which the loop does other work. A turn that ends during the
+comparison adds a branch and changes no stored turn, so the plan stays valid.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def plan_behind(session: Session, number: int, kept: int, ids: Ids32) -> NextTur
 
 
 def _common_ids(ids: Ids32, turn: Turn) -> int:
-    """Return the number of leading ids of `turn`, after the shared ids, that `ids` has at the same places."""
+    """Return how many leading ids of `turn`, after the shared ids, equal the ids at the same positions of `ids`."""
     start = 4 * turn.shared
     found = common_prefix(ids[start : start + len(turn.prompt)], turn.prompt)
     if 4 * found == len(turn.prompt):

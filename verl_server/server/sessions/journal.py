@@ -1,8 +1,9 @@
-"""`Journal`: the session store on disk. One thread writes; the event loop never waits for the disk.
+"""`Journal`: the session store on disk. A thread writes, so the event loop never waits for the disk.
 
-The ledger puts records and awaits `flushed`. The thread takes all records that wait, writes them at once and, by
-policy, syncs once for all of them. A write that fails is tried again every second, in order, so that no record is ever
-missing before a later one. Meanwhile `failure` says why, and the ledger refuses new turns.
+The ledger calls `put` for each record, and awaits `flushed`. The thread takes all waiting records, writes them in one
+call and, if the policy requires it, syncs once for all of them. A write that fails is repeated every second, so the
+order of records is kept, and no record is missing before a later record. Until a write succeeds, `failure` has the
+reason, and the ledger refuses new turns.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 FsyncPolicy = Literal["interval", "turn", "never"]
 _INTERVAL = 1.0
-"""Seconds between two syncs with the policy `interval`, and between two attempts of a write that failed."""
+"""Seconds between two syncs with the policy `interval`, and between two attempts to write after a failure."""
 _ROTATE_BYTES = 256 * 2**20
 _COMPACT_BYTES = 64 * 2**20
 _BATCH = 1024
-"""Most records of one write."""
+"""The most records of one write."""
 
 
 class Journal:
@@ -45,7 +46,7 @@ class Journal:
         self._rotate_bytes, self._compact_bytes, self._interval = rotate_bytes, compact_bytes, interval
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._given = self._durable = 0
-        """Numbers of the records that were put, and that are durable by policy."""
+        """Number of records that were put, and number of records that are durable by the policy."""
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._live: dict[str, int] = {}
         """Session without a parent -> bytes of its records, its children included."""
@@ -57,7 +58,7 @@ class Journal:
     # -- the loop's side ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a new file, and the thread. Call it after the records of earlier runs were counted."""
+        """Begin a new file, and start the thread. Call this after the records of earlier runs were counted."""
         self._files.begin()
         self._thread.start()
 
@@ -74,7 +75,7 @@ class Journal:
             self._dead += size
 
     def put(self, record: Record) -> None:
-        """Take a record, without waiting."""
+        """Queue a record, without waiting."""
         body = payload(record)
         self.count(record, len(body) + 8)
         self._given += 1
@@ -90,7 +91,7 @@ class Journal:
             await future
 
     def close(self) -> None:
-        """Write what waits, sync, and release the folder. Call it in any thread except the journal's."""
+        """Write the waiting records, sync, and release the folder. Call this in any thread except the journal's."""
         self._closing.set()
         self._queue.put(None)
         if self._thread.is_alive():
@@ -138,7 +139,7 @@ class Journal:
             self._tidy()
 
     def _take(self, timeout: float | None) -> tuple[list[tuple[int, bytes]], bool]:
-        """Wait for records. Return (the waiting ones, at most `_BATCH`; True if `close` was called after them)."""
+        """Wait for records. Return (waiting records, at most `_BATCH`; True if `close` was called after them)."""
         batch: list[tuple[int, bytes]] = []
         try:
             item = self._queue.get(timeout=timeout)
@@ -172,7 +173,10 @@ class Journal:
         return True
 
     def _sync(self) -> bool:
-        """Sync the file. A failure ends the writing: the system may have dropped what it could not write."""
+        """Sync the file.
+
+        After a failure nothing more is written, because the system may have dropped unwritten data.
+        """
         try:
             self._files.sync()
         except OSError as error:

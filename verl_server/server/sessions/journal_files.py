@@ -1,13 +1,13 @@
 """The files of the session store: `journal-NNNNNNNN.log`, written at the end only, and `snapshot-NNNNNNNN.log`.
 
-A snapshot N holds what lives of all files before N, and the journals from N on follow it. It is complete once it has
-its name: it is written as `.tmp`, synced and renamed. `Journal` calls these methods in its threads; before they start,
-the server calls `open` and `records`.
+Snapshot N has the live records of all files before N, and the journals from N on follow it. A snapshot is written as
+`.tmp`, synced and renamed, so a snapshot with its final name is complete. `Journal` calls these methods in its threads.
+Before the threads start, the server calls `open` and `records`.
 
-The files are a chain, so that a file that was lost or cut off is noticed: their numbers have no gaps, the header of a
-journal has the size of the one before it, a snapshot ends with its number of records, and the file `current` names the
-last journal. After a server that was closed, `current` also has the size of that journal. `journal_repair` reads the
-same chain to give up what was lost.
+The files are a chain, so that a file that was lost or cut off is detected: their numbers have no gaps, the header of a
+journal has the size of the preceding file, a snapshot ends with its number of records, and the file `current` names the
+last journal. If the server was closed, `current` also has the size of the last journal. `journal_repair` reads the same
+chain to give up lost records.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ class Damage:
 
     path: Path
     offset: int
-    """Bytes of the whole records, which can be kept."""
+    """Bytes of the intact records before the damage, which can be kept."""
     size: int
-    """Bytes of the file; 0 if it is missing."""
+    """Bytes of the file, or 0 if it is missing."""
     reason: str
     is_torn_end: bool = False
-    """True if a killed server's last journal ends in a part of a record, which the server had not acknowledged."""
+    """True if the last journal of a killed server ends with an incomplete record, which was not acknowledged."""
 
     def __str__(self) -> str:
         return f"{self.path}, byte {self.offset}: {self.reason}"
 
 
 class Disk:
-    """The system calls of the store. Tests replace it by one that fails."""
+    """The system calls of the store. Tests replace it by an object whose calls fail."""
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -100,7 +100,7 @@ class _Read:
 
     path: Path
     size: int
-    """Bytes of whole records."""
+    """Bytes of the complete records."""
     count: int = 0
     """Number of records, the header included."""
     is_ended: bool = False
@@ -122,7 +122,10 @@ class JournalFiles:
     # -- reading --------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make and lock the folder, and remove what an interrupted compaction left. Raise BadRequestError."""
+        """Create and lock the folder, and remove the files of an interrupted compaction.
+
+        Raise BadRequestError if the folder cannot be used.
+        """
         make_folder(self._folder)
         self._folder.chmod(0o700)
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -203,7 +206,10 @@ class JournalFiles:
             yield record, size
 
     def _current(self, report: Callable[[Damage], None]) -> CurrentRecord:
-        """Return what the file `current` says. The first start may have ended before it was written."""
+        """Return the content of the file `current`. If it is missing and the store has records, report the damage.
+
+        The first start may have ended before the file was written.
+        """
         path = self._folder / CURRENT
         if not path.exists():
             if any([self._has_records(number) or number > 1 for number in self._numbers("journal")]):
@@ -230,7 +236,7 @@ class JournalFiles:
         return end < len(data)
 
     def _expected(self, current: CurrentRecord) -> list[tuple[Path, str, int]]:
-        """Return (path, kind, number) of the newest snapshot and of the journals behind it, those that are lost too."""
+        """Return (path, kind, number) of the newest snapshot and of the journals after it, including lost journals."""
         snapshot, journals = max(self._numbers("snapshot"), default=None), self._numbers("journal")
         last = max([*journals, current.number])
         first = snapshot if snapshot is not None else min(journals, default=max(last, 1))
@@ -288,7 +294,7 @@ class JournalFiles:
     # -- writing --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Open a new file behind all others, and write its header."""
+        """Open a new file, which follows all other files, and write its header."""
         self.number = max([*self._numbers("journal"), *self._numbers("snapshot"), 0])
         last = self._path("journal", self.number)
         if last.exists() and last.stat().st_size == 0:
@@ -329,7 +335,10 @@ class JournalFiles:
         self._sync_folder()
 
     def append(self, data: bytes) -> None:
-        """Write whole records. Raise OSError; the records are then not in the file, and the caller has to try again."""
+        """Write complete records. Raise OSError if the write fails.
+
+        After an error the records are not in the file, and the caller must try again.
+        """
         if self._is_torn:
             self._disk.truncate(self._fd, self.size)
             os.lseek(self._fd, self.size, os.SEEK_SET)
@@ -372,7 +381,10 @@ class JournalFiles:
     # -- compaction -----------------------------------------------------------------------------------------
 
     def compact(self, number: int, lives: Callable[[Any], bool]) -> int:
-        """Replace all files before journal `number` by a snapshot of the records that live. Return its bytes."""
+        """Replace all files before journal `number` by a snapshot of the live records.
+
+        Return the size of the snapshot in bytes.
+        """
         temporary, name = self._folder / f"snapshot-{number:08d}.tmp", self._path("snapshot", number)
         size = count = 0
         with self._opened(temporary, _NEW) as fd:

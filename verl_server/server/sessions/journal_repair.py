@@ -1,9 +1,9 @@
 """Repair of a damaged session store: `verl-server trajectories repair FOLDER`.
 
-A server refuses a store in which a record is damaged or a file is missing. `repair` gives up what was lost: it cuts a
-damaged file at its last whole record, keeps a copy of the file as it was, makes an empty file for one that is missing,
-and ends each of them with a `CutRecord`. It takes the lock of the folder, so that no server writes meanwhile. The
-records of later files stay; `restart.restore` leaves out the sessions that need a lost record.
+A server refuses a store in which a record is damaged or a file is missing. `repair` gives up the lost records. It keeps
+a copy of a damaged file, and cuts the file after its last complete record. It creates an empty file for a missing file.
+It ends each of these files with a `CutRecord`. It holds the lock of the folder, so that no server writes during the
+repair. The records of later files stay. `restart.restore` skips the sessions that need a lost record.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def repair(damage: Damage, header: HeaderRecord) -> Path | None:
     """Cut a damaged file at its last whole record, or create a missing file, and end it with a `CutRecord`.
 
     Return the path of a copy of the damaged file, None if the file was missing. The copy is on disk before the file is
-    changed. An earlier copy is never replaced. A damaged `CURRENT` file is written anew.
+    changed. An earlier copy is never replaced. A damaged file `current` is written again.
     """
     path = damage.path
     copy = _copy(path) if path.exists() else None
@@ -88,7 +88,7 @@ def _header(folder: Path) -> HeaderRecord:
 
 
 def _records(data: bytes) -> Iterator[Record]:
-    """Yield the whole records before any damage."""
+    """Yield the complete records before the first damage."""
     offset = 0
     while offset < len(data):
         try:

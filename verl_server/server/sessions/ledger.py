@@ -1,7 +1,7 @@
 """`SessionLedger`: the owner's side of all sessions of one server: create, reward, finish, delete and expire them.
 
-It runs on the TokenizerManager's event loop, and no method blocks it. Every change is a record: the ledger applies the
-record to its table and hands it to the store, which may write it to disk. `TurnLedger` adds the turns.
+It runs on the TokenizerManager's event loop, and no method blocks it. Every change is a record. The ledger applies the
+record to its table and passes the record to the store, which may write it to disk. `TurnLedger` adds the turns.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 
 KEY_PREFIX = "vs-"
 _MOST_FREED = 256
-"""Sessions that are deleted at once to make room, which takes a few milliseconds."""
+"""Number of sessions that are deleted in one step to make room. A step takes a few milliseconds."""
 _UNREAD_RETENTION = 24 * 3600.0
-"""Seconds that a finished session is kept whose trajectory nobody read."""
+"""Seconds that a finished session is kept if its trajectory was never read."""
 
 
 class Store(Protocol):
-    """Takes every record of the ledger, in order. `journal.Journal` writes them to disk."""
+    """Receives every record of the ledger, in order. `journal.Journal` writes the records to disk."""
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be written now; None if the store works."""
+        """The reason why nothing can be written now, or None if the store works."""
         ...
 
     def put(self, record: Record) -> None:
-        """Take a record, without waiting."""
+        """Queue a record, without waiting."""
         ...
 
     async def flushed(self) -> None:
@@ -72,7 +72,7 @@ class SessionLedger:
         clock: Callable[[], float] = time.time,
         on_end: Callable[[str], None] = lambda session_id: None,
     ) -> None:
-        """`gate` returns why sessions cannot continue now, or None.
+        """`gate` returns the reason why sessions cannot continue now, or None.
 
         `on_end` is called with the id of each session and child session that ends or is deleted.
         """
@@ -138,13 +138,13 @@ class SessionLedger:
         return session
 
     def read(self, session: Session) -> None:
-        """Note that the trajectory of a session was read."""
+        """Record that the trajectory of a session was read."""
         session.fetched = session.root.state != "open"
         if session.fetched and session.owner is None:
             self.table.read_after_end[session.id] = None
 
     def delete(self, session_id: str) -> None:
-        """Forget a session and its children. Raise SessionNotFoundError."""
+        """Delete a session and its children. Raise SessionNotFoundError if there is no such session."""
         session = self.table.find(session_id)
         if session.owner is not None:
             raise BadRequestError(f"Session {session_id} is a child. Delete its parent {session.owner.id}.")
@@ -170,12 +170,12 @@ class SessionLedger:
     # -- records --------------------------------------------------------------------------------------------
 
     def record(self, record: Record) -> None:
-        """Apply a record, and hand it to the store."""
+        """Apply a record, and pass it to the store."""
         self.table.apply(record)
         self.store.put(record)
 
     def restored(self) -> None:
-        """Note that all records of an earlier run were applied: the turns without an end were interrupted."""
+        """Record that all records of an earlier run were applied. Turns without an end count as interrupted."""
         for session in self.table.roots():
             session.started = sum(turn is not None for each in self.table.family(session) for turn in each.turns)
             session.active = self.clock() if session.state == "open" else session.active

@@ -1,4 +1,7 @@
-"""Bounds of all sessions, and checks of one session's limits. The ledgers check before they change anything."""
+"""Bounds on all sessions together, and checks of one session's limits.
+
+The ledgers call the checks before each change.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _METADATA_BYTES = 16 * 1024
 _SAMPLING_BYTES = 256 * 1024
 _TEXT = 1024
-"""Most characters of a group, of the name of a reward, and of the reason of an end."""
+"""The most characters of a group, of the name of a reward, and of the reason of an end."""
 _REWARDS = 16384
 """Largest number of rewards of a session. All rewards of a session are summed whenever a reward is recorded."""
 
@@ -35,10 +38,10 @@ class Bounds:
     a day."""
     max_sessions: int = 65536
     max_turn_tokens: int | None = None
-    """Tokens of the longest sequence; None: the model's context."""
+    """The most tokens of a sequence. None: the model's context."""
     max_nodes: int = 16384
     session_bytes: int = 64 * 2**20
-    """Memory of one session with its children, so that one agent cannot fill the memory of all."""
+    """The most bytes of one session with its children, so that one agent cannot fill the memory of all sessions."""
     max_children: int = 64
 
 
@@ -118,9 +121,9 @@ def check_turn(session: Session) -> None:
 
 
 def room(session: Session, bounds: Bounds, tokens: int) -> int | None:
-    """Return the number of tokens that may be sampled behind a prompt of `tokens`; None: no limit.
+    """Return the number of tokens that may be sampled after a prompt of `tokens` tokens. None: no limit.
 
-    Turns that run at once share no count. Raise ContextLengthError if there is no room.
+    Turns that run at the same time each get the full number. Raise ContextLengthError if no token may be sampled.
     """
     limits, rooms = session.limits, []
     contexts = {

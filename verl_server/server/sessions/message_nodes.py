@@ -1,8 +1,8 @@
 """`MessageNodes`: the records of a session's message tree (`chat.history.NODE`), which turns append.
 
-`Session` owns it, and the ledger appends on the event loop. The messages of a request come as one block of records. A
-block is compared and copied as a whole, so the work in Python does not grow with the number of messages, but with the
-number of places where conversations part.
+`Session` owns it, and the ledger appends on the event loop. The messages of a request are one block of records. A block
+is compared and copied as a whole. So the work in Python does not grow with the number of messages, but with the number
+of points at which conversations diverge.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from verl_server.chat.history import NODE
 
 _WORDS = NODE.size // 4
 _PARENT, _TURN, _CONTENT = 0, 1, slice(2, 9)
-"""Places of `NODE` in 32-bit words. The content is role, digest and reasoning."""
+"""Positions of the fields of `NODE` in 32-bit words. The content is role, digest and reasoning."""
 _START_BYTES = 200
 """Bytes of an entry of `_starts`."""
 
@@ -33,11 +33,11 @@ class MessageNodes:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory, about."""
+        """Approximate bytes of memory."""
         return len(self.data) + _START_BYTES * len(self._starts)
 
     def extend(self, records: bytes) -> None:
-        """Append records as they are."""
+        """Append records unchanged."""
         if not records:
             return
         first = len(self)
@@ -48,10 +48,10 @@ class MessageNodes:
             self._starts.setdefault(_start(int(words[place, _PARENT]), words[place]), first + place)
 
     def append(self, records: bytes, after: int) -> int:
-        """Append messages that follow each other behind node `after`. Return the last node.
+        """Append consecutive messages after node `after`. Return the last node.
 
-        A message that is there already is not appended again, so turns of equal messages have the same prompt node. The
-        parents in `records` do not count. A sampled reply is another message.
+        A message that is in the tree already is not appended again, so turns with equal messages have the same prompt
+        node. The parents in `records` are ignored. A sampled reply is always a new message.
         """
         if not records:
             return after
@@ -76,7 +76,7 @@ class MessageNodes:
         return len(self) - 1
 
     def _known(self, records: bytes, after: int) -> tuple[int, int]:
-        """Return (last node, number) of the first messages that are there already."""
+        """Return (last node, number) of the leading messages that are in the tree already."""
         words = _words(records)
         node, place = after, 0
         while place < len(words) and (known := self._child(node, words[place])) >= 0:
@@ -92,9 +92,11 @@ class MessageNodes:
         return parent + 1 if self._common(parent + 1, message[None], parent) else -1
 
     def _common(self, node: int, messages: np.ndarray, parent: int | None = None) -> int:
-        """Return how many of the first `messages` equal the records from `node` on, each following the one before.
+        """Return how many of the leading `messages` equal the records from `node` on, each a child of the preceding
+        record.
 
-        `parent`: parent that the first record must have. None: the first record is known to have the right parent.
+        `parent` is the parent that the first record must have. None: the first record is known to have the right
+        parent.
         """
         begin = node * NODE.size
         own = _words(bytes(self.data[begin : begin + NODE.size * len(messages)]))

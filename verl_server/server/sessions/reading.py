@@ -1,7 +1,7 @@
-"""The reading of a request in a session: the jobs of text workers, with the session's view beside the body.
+"""Reads a request in a session: jobs of text workers whose input is the body and a view of the session.
 
-`in_session` makes such a job of a dialect's own job. The dialect's job runs unchanged, on `TextTools` that hold the
-view; where it would make a prompt, `session_prompt` plans the session's next turn instead.
+`in_session` converts a dialect's job into such a job. The dialect's job runs unchanged, with `TextTools` that have the
+view. Where the job would build a prompt, `session_prompt` plans the session's next turn instead.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _REPLIES = msgspec.msgpack.Decoder(list[ReplyFacts])
 
 
 class StoredView(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot of a session as its memory holds it. The ledger copies bytes only; the text worker decodes them."""
+    """A snapshot of a session in its encoded form. The ledger only copies bytes, and the text worker decodes them."""
 
     nodes: bytes
     facts: bytes
-    """`ReplyFacts` as msgpack, one behind the other."""
+    """The `ReplyFacts` of the turns as concatenated msgpack."""
     count: int
-    """Number of `facts`."""
+    """Number of entries in `facts`."""
     history: Literal["stored", "template"]
     end_tokens: list[int]
     previous: int | None = None
@@ -42,7 +42,7 @@ class StoredView(msgspec.Struct, frozen=True, array_like=True):
 def stored_view(
     session: Session | None, history: Literal["stored", "template"], end_tokens: list[int], previous: int | None
 ) -> StoredView:
-    """Return the snapshot of a session; None stands for a session without turns."""
+    """Return the snapshot of a session. None stands for a session without turns."""
     if session is None:
         return StoredView(b"", b"", 0, history, end_tokens, previous)
     nodes, facts = bytes(session.nodes.data), bytes(session.facts)

@@ -1,7 +1,7 @@
-"""The records of a session's history: what the ledger applies, and what the journal stores.
+"""The records of a session's history, which the ledger applies and the journal stores.
 
-Each change of a session is one record. The ledger builds it, applies it to its memory and hands it to the store; a
-restarted server reads the same records and applies them in the same order. A record on disk is
+Each change of a session is one record. The ledger builds the record, applies it to its memory and passes it to the
+store. A restarted server reads the same records and applies them in the same order. A record on disk is
 
     u32 length | u32 crc32 of the rest | u8 kind | msgpack payload       (little-endian)
 
@@ -25,9 +25,9 @@ from verl_server.messages.session_types import ForcedMode, History, PolicyLogpro
 FORMAT = 2
 FRAME = struct.Struct("<II")
 _LARGEST = 2**31
-"""Bytes: a length beyond it is no length."""
+"""The most bytes of a record. A larger length is damage."""
 _ZEROS = 512
-"""So many zeros at the end of a file are a part that was not written."""
+"""Number of bytes. At least so many zeros at the end of a file are a part that was never written."""
 
 
 class HeaderRecord(msgspec.Struct, frozen=True):
@@ -39,9 +39,9 @@ class HeaderRecord(msgspec.Struct, frozen=True):
     """Digest of the tokenizer, 16 bytes."""
     model_path: str
     previous: int | None = None
-    """Bytes of the file before this one. None: this is a snapshot, or the first file of the store."""
+    """Bytes of the preceding file. None: this is a snapshot, or the first file of the store."""
     number: int | None = None
-    """Number of the file, which is in its name too. None in files of earlier versions."""
+    """Number of the file, which is also in its name. None in files of earlier versions."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,20 +77,20 @@ class SampledFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     output: bytes
     """int32 ids."""
     logprobs: bytes
-    """float32, one for each output id."""
+    """Log-probabilities as float32, one for each output id."""
     spans: Sequence[tuple[str, int]]
     finish: tuple[str, str | int | None]
     times: tuple[float, float, float]
-    """Accepted, first token, finished."""
+    """Times at which the request was accepted, the first token was sampled, and the turn finished."""
     end_token: int = -1
     sampling: bytes = b""
     """JSON: `BranchTurn.sampling` without the seed."""
     policy_logprobs: PolicyLogprobs | None = None
-    """`BranchTurn.policy_logprobs`. None in records of servers that did not know it."""
+    """`BranchTurn.policy_logprobs`. None in records of older servers."""
     policy: bytes = b""
-    """float32, one for each output id, with `policy_logprobs` "given"."""
+    """The policy's log-probabilities as float32, one for each output id, if `policy_logprobs` is "given"."""
     has_choice: bytes = b""
-    """uint8, 0 or 1 for each output id; empty if no mask was counted."""
+    """uint8, 1 for each output id for which masks allowed another token. Empty if this was not counted."""
     overridden: bytes = b""
     """JSON: `BranchTurn.overridden`, or empty."""
     seed: int | None = None
@@ -104,11 +104,11 @@ class TurnFields(SampledFields, kw_only=True, omit_defaults=True):
     """The fields of a turn that the store and the ledger's memory have."""
 
     parent: int
-    """-1: a root."""
+    """Number of the parent turn. -1 for a root."""
     shared: int
-    """First tokens of the prompt that are the parent's sequence."""
+    """Number of leading tokens of the prompt that are also the beginning of the parent's sequence."""
     prompt: bytes
-    """int32 ids behind the shared ones."""
+    """The prompt's int32 ids after the shared ids."""
     generation_prompt: int = 0
     flags: int = 0
     prompt_node: int = -1
@@ -179,7 +179,7 @@ class CurrentRecord(msgspec.Struct, frozen=True):
 
     number: int
     size: int | None
-    """Bytes of that journal; None while a server writes it, and after a server that was killed."""
+    """Bytes of the last journal. None while a server writes the journal, and after a server was killed."""
 
 
 Record = (
@@ -220,7 +220,7 @@ _DECODERS = {kind: msgspec.msgpack.Decoder(struct_type) for kind, struct_type in
 
 
 class DamagedRecordError(VerlServerError):
-    """Bytes of a journal are no record."""
+    """Some bytes of a journal are not a valid record."""
 
 
 def payload(record: Record) -> bytes:
@@ -240,7 +240,7 @@ def framed(record: Record) -> bytes:
 
 
 def has_record(data: bytes, start: int) -> bool:
-    """Return True if a sound record begins at `start` or behind it."""
+    """Return True if a valid record begins at `start` or later."""
     for found in _BEGINNING.finditer(data, start + FRAME.size):
         try:
             read_record(data, found.start() - FRAME.size)
@@ -251,10 +251,10 @@ def has_record(data: bytes, start: int) -> bool:
 
 
 def is_cut_off(data: bytes, offset: int) -> bool:
-    """Return True if the damaged record at `offset` is the beginning of one, or zeros that stand for one.
+    """Return True if the damaged record at `offset` was never completely written: it is cut off, or zeros.
 
-    A killed server leaves a beginning, and a host that lost power may leave zeros where nothing was written. A record
-    of its whole length with a wrong checksum was stored once, as were records behind the damage.
+    A killed server leaves the beginning of a record, and a host that lost power may leave zeros. In contrast, a record
+    with its whole length and a wrong checksum was stored once, and so was a damaged record that other records follow.
     """
     if not data[offset:].strip(b"\0"):
         return True
@@ -268,7 +268,7 @@ def is_cut_off(data: bytes, offset: int) -> bool:
 
 
 def read_record(data: bytes | memoryview, offset: int) -> tuple[Any, int]:
-    """Return the record at `offset`, and the offset behind it. Raise DamagedRecordError, also at a record cut off."""
+    """Return (record at `offset`, offset after it). Raise DamagedRecordError if the record is damaged or cut off."""
     if len(data) - offset < FRAME.size:
         raise DamagedRecordError(f"{len(data) - offset} bytes are less than a record's head")
     length, checksum = FRAME.unpack_from(data, offset)

@@ -1,4 +1,4 @@
-"""The reply of a finished turn as its client was shown it, for the session's message tree.
+"""The reply of a finished turn in the form that its client received, for the session's message tree.
 
 `SessionTurns` calls `read_reply` when a sample has ended, before the ledger commits the turn. The digest of the reply
 must be the digest of the message that the client sends back, so the reply is parsed as the dialect parses it.
@@ -25,11 +25,11 @@ async def read_reply(
     call_seed: str = "",
     continued: str = "",
 ) -> ReplyMessage:
-    """Return the message of a sample that is done.
+    """Return the message of a finished sample. `output` is None for a completion, and for a server without a tokenizer.
 
-    `output` is None for a completion, and for a server without a tokenizer. `one_call`: the client was shown the first
-    call only. `streamed`: calls were shown before they were complete. `call_seed` must be that of the dialect's parser.
-    `continued`: content of the message that the turn continues (`NextTurn.continued`).
+    With `one_call`, the client received the first call only. With `streamed`, calls were sent before they were
+    complete. `call_seed` must be the seed of the dialect's parser. `continued` is the content of the message that the
+    turn continues (`NextTurn.continued`).
     """
     if state.decode is None:
         return ReplyMessage(reply_digest("", ()), reasoning_digest(None), [], False, "")
@@ -56,7 +56,7 @@ async def _parsed(text: str, output: ChatOutput, streamed: bool, call_seed: str)
 
 
 def _hidden(state: ReqState, text: str) -> str:
-    """Return the sampled text after the shown text: the stop string and the rest of its last token, or ""."""
+    """Return the sampled text that the client did not receive: stop string and rest of the last token, or ""."""
     reason = state.finish_reason
     if reason is None or not isinstance(reason.matched, str) or state.decode is None:
         return ""
@@ -71,7 +71,7 @@ def end_token(state: ReqState, end_tokens: Sequence[int]) -> int:
 
 
 def completion_text(next: NextTurn, reply: ReplyMessage) -> CompletionText | None:
-    """Return what a later completion is compared with; None if the turn is no completion of a text."""
+    """Return the data with which a later completion is compared, or None if the turn is no completion of a text."""
     if next.text is None:
         return None
     length, digest = next.text

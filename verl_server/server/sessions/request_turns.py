@@ -1,7 +1,7 @@
 """`RequestTurns`: the turns of one request, from their reservation until they are stored.
 
-`SessionTurns` makes it, and the request's generation calls `commit` and `close`. A turn is stored also if its client is
-gone: what was sampled is never lost.
+`SessionTurns` creates it, and the request's generation calls `commit` and `close`. A turn is stored even if its client
+has disconnected, so no sampled token is lost.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ _DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True)
 class ReplyShape:
-    """How a dialect shows a reply: the next request sends it back in this shape."""
+    """The form in which a dialect sends a reply to its client.
+
+    The client's next request contains the reply in this form.
+    """
 
     dialect: str
     output: ChatOutput | None = None
     one_call: bool = False
-    """The client is shown the first tool call only."""
+    """True if the client receives the first tool call only."""
     clamps: bool = False
-    """`max_new_tokens` is reduced to what the context has room for, instead of refused."""
+    """True if a `max_new_tokens` that exceeds the context is reduced. Otherwise the request is refused."""
     prompt_text: tuple[int, bytes] | None = None
     """Completions: `NextTurn.text`."""
 
@@ -75,7 +78,10 @@ class RequestTurns:
         """Turns that are not stored yet, by the name of the sample in scheduler messages."""
         self._stores: dict[str, asyncio.Task[None]] = {}
         self._stored: list[tuple[str, int]] = []
-        """(session, turn) of the turns that are stored. A kept answer holds this list, so it has no tokens."""
+        """(session, turn) of the stored turns.
+
+        A kept answer has a reference to this list, so the list has no tokens.
+        """
         self._states: list[ReqState] = []
         self._overridden: dict[int, dict[str, Any]] = {}  # turn -> what its request asked for in vain
 
@@ -94,7 +100,7 @@ class RequestTurns:
 
     @property
     def recorded(self) -> dict[int, list[BatchTokenIDOut]]:
-        """The samples that were sampled before: index -> tokens, as the scheduler sent them."""
+        """Samples that were sampled before: index -> messages with the tokens, as the scheduler sent them."""
         return {k: recorded_tokens(turn) for k, turn in enumerate(self.samples) if isinstance(turn, StoredTurn)}
 
     def sampling(self, turn: OpenTurn | StoredTurn, given: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +134,10 @@ class RequestTurns:
         return params
 
     def follow(self, generation: Generation, shows_logprobs: bool) -> None:
-        """Let the generation store the turns."""
+        """Take over the samples of the generation, so that their turns are stored.
+
+        `shows_logprobs`: the reply has them.
+        """
         self._states = generation.states
         for turn, state in zip(self.samples, generation.states, strict=True):
             state.call_seed = f"{turn.session.id}/{turn.turn}"
@@ -157,7 +166,7 @@ class RequestTurns:
         await asyncio.shield(task)  # a client that disconnects must not lose the turn
 
     def close(self) -> None:
-        """Store what was sampled of turns whose client no longer waits, and drop turns without tokens."""
+        """Store the sampled tokens of turns whose client no longer waits. Drop turns without tokens."""
         waiting, self._waiting = self._waiting, {}
         for state in self._states:
             turn = waiting.get(state.req.rid)
@@ -172,7 +181,7 @@ class RequestTurns:
                 self._ledger.note_full(turn.session.id)
 
     def tell_delivered(self, response: Response) -> None:
-        """Make the ledger note when the client's connection has received the whole reply."""
+        """Make the ledger record when the client's connection has received the whole reply."""
         if self._replay is None:
             response.background = BackgroundTask(self._delivered, response)
         else:  # called for an answer with an end only
@@ -240,13 +249,13 @@ class RequestTurns:
 
 
 def _delivered(ledger: TurnLedger, turns: list[tuple[str, int]]) -> None:
-    """Note that the replies of turns (session, turn) reached the client."""
+    """Record that the replies of turns (session, turn) reached the client."""
     for session_id, turn in turns:
         ledger.delivered(session_id, turn)
 
 
 def conditions(req: TokenizedGenerateReq) -> bytes:
-    """Return what shaped the distribution of a turn, as JSON: `BranchTurn.sampling` without the seed."""
+    """Return the parameters that shaped the distribution of a turn, as JSON: `BranchTurn.sampling` without the seed."""
     sampling = req.sampling
     found: dict[str, Any] = {"temperature": sampling.temperature}
     for name in _CONDITIONS:

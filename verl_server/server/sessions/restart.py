@@ -1,4 +1,4 @@
-"""Sessions of an earlier run: reading them from the store, and the gate that holds them until the weights are known.
+"""Sessions of an earlier run: reads them from the store, and holds their turns until the weights are confirmed.
 
 A server that was started again serves the weights that it loads, and its sessions were sampled from pushed ones. Turns
 therefore wait until an update or the owner has confirmed the weights, or the version is the one of the last turn. A
@@ -55,8 +55,8 @@ class RestartGate:
 def restore(ledger: SessionLedger, records: Iterable[Any]) -> int:
     """Apply the records of earlier runs. Return their number. Raise DamagedStoreError if they do not fit together.
 
-    A record of a session that was deleted is skipped: a turn may end after its session. Behind a repair (`CutRecord`),
-    a session whose records do not fit together has lost some of them, and is left out.
+    A record of a deleted session is skipped, because a turn may end after the deletion. After a repair (`CutRecord`), a
+    session whose records do not fit together has lost some records, and is skipped.
     """
     count, lost, is_repaired = 0, set[str](), False
     for record in records:

@@ -1,6 +1,7 @@
 """`SessionService`: the ledgers of one HTTP server with its store, from the start to the end.
 
-`HttpServer` makes it, opens it when the engine is ready, and closes it. Until the store was read, sessions are refused.
+`HttpServer` creates it, opens it when the engine is ready, and closes it. Until the store has been read, requests in
+sessions are refused.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class SessionService:
         return HeaderRecord(FORMAT, self._manager.text.bounds.vocab_size, digest, self._args.model_path)
 
     async def close(self) -> None:
-        """Stop sweeping, and write what waits."""
+        """Stop the sweep, and write the waiting records."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None

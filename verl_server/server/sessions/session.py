@@ -1,4 +1,4 @@
-"""`Session`: the turns, the message tree and the rewards of one session, and what its limits leave.
+"""`Session`: the turns, the message tree and the rewards of one session, and the counts for its limits.
 
 The ledger owns the sessions. It changes one only by applying records, so a restarted server that reads the same records
 has the same session. A child session has a conversation of its own, and counts against the limits of its parent.
@@ -22,13 +22,13 @@ from verl_server.server.slices import Slices
 
 CHILD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FIXED_BYTES = 4096
-"""Bytes of a session beside what it holds."""
+"""Bytes of an empty session."""
 _KEY_BYTES = 300
 """Bytes of an idempotency key."""
 _REWARD_BYTES = 220
-"""Bytes of a reward, beside its name."""
+"""Bytes of a reward without its name."""
 _PENDING_BYTES = 1500
-"""Bytes of a turn that runs, beside its ids, messages and nodes."""
+"""Bytes of a running turn without its ids, messages and nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ class OpenTurn:
     next: NextTurn
     parent: int
     shared: int
-    """First ids of the prompt that are the parent's sequence."""
+    """Number of leading ids of the prompt that are also the beginning of the parent's sequence."""
     prompt: Ids32
     """The whole prompt."""
     own: Ids32
-    """The ids of the prompt behind the shared ones."""
+    """The ids of the prompt after the shared ids."""
     prompt_node: int
     sibling: int
     branch: int
     child: str | None
     seed: int | None
     max_new_tokens: int | None
-    """Tokens that the limits leave for the output; None: no limit."""
+    """Number of tokens that the limits permit for the output. None: no limit."""
     key: bytes | None
     """Idempotency key."""
     resampled: bool
@@ -75,30 +75,30 @@ class OpenTurn:
 class Session:
     record: SessionRecord
     owner: Session | None = None
-    """The parent whose limits count. None: this session has no parent."""
+    """The parent session, whose limits count. None: this session has no parent."""
     turns: list[Turn | None] = field(default_factory=list)
-    """By turn id. None: a turn that runs, or was cancelled or interrupted."""
+    """Turns by turn id. None stands for a turn that runs, or that was cancelled or interrupted."""
     pending: dict[int, OpenTurn] = field(default_factory=dict)
     nodes: MessageNodes = field(default_factory=MessageNodes)
     stored_nodes: int = 0
-    """Nodes that finished turns have handed to the store."""
+    """Number of nodes of finished turns that were passed to the store."""
     children: dict[str, str] = field(default_factory=dict)
     """Name of a child session -> its id."""
     conversations: int = 0
-    """Conversations of this tree without a message in common with the first one."""
+    """Conversations of this session that share no message with the first conversation."""
     branches: int = 0
     keys: dict[bytes, list[int]] = field(default_factory=dict)
     """Idempotency key -> turns that began for it, without those that were aborted or cancelled."""
     rids: dict[str, int] = field(default_factory=dict)
     """Name of a request -> its last finished turn."""
     facts: bytearray = field(default_factory=bytearray)
-    """`ReplyFacts` of the finished turns as msgpack, one behind the other."""
+    """`ReplyFacts` of the finished turns as concatenated msgpack."""
     finished: int = 0
-    """Finished turns, without children."""
+    """Number of finished turns, without child sessions."""
     output_tokens: int = 0
-    """Sampled tokens of the finished turns, without children."""
+    """Number of sampled tokens of the finished turns, without child sessions."""
     once: dict[object, object] = field(default_factory=dict)
-    """Values that many turns have in common."""
+    """Values that many turns share."""
     _prompts: dict[bytes, int] = field(default_factory=dict)
     """Hash of (parent, shared, prompt) -> number of the turns that finished or run with it."""
     _roots: dict[bytes, str | None] = field(default_factory=dict)
@@ -111,17 +111,17 @@ class Session:
     fetched: bool = False
     """True once the trajectory of the finished session was read."""
     sampled: int = 0
-    """Sampled tokens, children included."""
+    """Number of sampled tokens, including child sessions."""
     started: int = 0
-    """Turns that finished or run, children included."""
+    """Number of finished and running turns, including child sessions."""
     in_flight: int = 0
-    """Turns that run, children included."""
+    """Number of running turns, including child sessions."""
     limit: str | None = None
-    """Field of `SessionLimits` that refused or cut a generation last."""
+    """Field of `SessionLimits` that most recently refused or cut a generation."""
     payload: int = 0
-    """Bytes of turns, rewards and pending turns, about."""
+    """Approximate bytes of finished turns, rewards and running turns."""
     counted: int = 0
-    """Bytes that the table has counted."""
+    """Bytes of this session in the table's sum."""
 
     @property
     def id(self) -> str:
@@ -129,7 +129,7 @@ class Session:
 
     @property
     def root(self) -> Session:
-        """The session whose limits count."""
+        """The session whose limits count: the parent, or this session."""
         return self if self.owner is None else self.owner
 
     @property
@@ -149,7 +149,7 @@ class Session:
 
     @property
     def size(self) -> int:
-        """Bytes of memory, about."""
+        """Approximate bytes of memory."""
         keys = _KEY_BYTES * len(self.keys)
         return _FIXED_BYTES + self.payload + keys + self.nodes.memory + len(self.facts) + 8 * len(self.turns)
 
@@ -194,7 +194,7 @@ class Session:
             self.forget_key(turn.key, number)  # the key's request was not answered
 
     def deliver(self, number: int) -> None:
-        """Note that the whole reply of a finished turn reached the client."""
+        """Record that the whole reply of a finished turn reached the client."""
         turn = self.turns[number]
         if turn is not None:
             turn.flags |= DELIVERED

@@ -1,8 +1,8 @@
-"""`SessionTurns`: what the dialects call so that a request in a session becomes a turn of the ledger.
+"""`SessionTurns`: the functions through which the dialects record a request in a session as turns of the ledger.
 
-Outside a session, `read` runs the dialect's job, and `submit` is `TokenizerManager.submit_read`. In a session, `read`
-sends the session's view to the text worker with the body, and `submit` reserves the turns, puts their prompts together,
-and lets the generation store each turn before the end of its reply is sent.
+Outside a session, `read` runs the dialect's job, and `submit` calls `TokenizerManager.submit_read`. In a session,
+`read` sends the session's view and the body to the text worker. `submit` reserves the turns, joins their prompts, and
+makes the generation store each turn before the end of its reply is sent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from verl_server.server.tokenizer_manager import TokenizerManager
 R = TypeVar("R", bound=ReadBody)
 
 _OF_OWNERS = ("extra_key", "cache_salt", "priority")
-"""Fields that reach beyond the session: an agent must not set them."""
+"""Fields that affect more than the session. An agent must not set them."""
 
 
 def session_of(request: Request) -> SessionCaller | None:
@@ -63,7 +63,9 @@ class SessionTurns:
     async def read(
         self, request: Request, job: Job[R], previous: Callable[[bytes], str | None] = lambda body: None
     ) -> R:
-        """Return the body of a request as `job` reads it. In a session, the result's `next` plans the prompt.
+        """Read the body of a request with `job`, and return the result.
+
+        In a session, its `next` is the plan of the prompt.
 
         `previous` returns the `previous_response_id` of a body.
         """
@@ -96,7 +98,7 @@ class SessionTurns:
 
     @contextlib.contextmanager
     def notes_overflow(self, caller: SessionCaller | None) -> Iterator[None]:
-        """Note in the session of `caller` that its context is full, if the body raises ContextLengthError."""
+        """If the block raises ContextLengthError, record in the session of `caller` that its context is full."""
         try:
             yield
         except ContextLengthError:
@@ -113,7 +115,7 @@ class SessionTurns:
         shape: ReplyShape,
         write: Write | None,
     ) -> Generation:
-        """`submit` in a session."""
+        """Do the same as `submit`, for a request in a session."""
         continued = read.request.session_params
         self._check(read, caller)
         replay = _replay_of(request)
@@ -157,7 +159,7 @@ class SessionTurns:
 
     @staticmethod
     def mark(response: Response, generation: Generation) -> Response:
-        """Name the session and the turn in the headers, and note when the whole reply was sent."""
+        """Add the session and the turn to the headers. Record when the whole reply was sent."""
         turns = generation.turns
         if isinstance(turns, RequestTurns):
             turn = turns.samples[0]

@@ -1,7 +1,7 @@
-"""`SessionTable`: all sessions of one server in memory, as the records say.
+"""`SessionTable`: all sessions of one server in memory, built from the records.
 
-Nothing but `apply` changes which sessions and finished turns there are, so a restarted server that applies the records
-of an earlier run has the same sessions. The ledgers own the table; routes and the check of keys read it.
+Only `apply` changes the set of sessions and finished turns. So a restarted server that applies the records of an
+earlier run has the same sessions. The ledgers own the table. Routes and the check of keys read it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.turn import Turn
 
 AUTOMATIC = "auto-"
-"""Names of child conversations that nobody named begin so."""
+"""Prefix of the generated names of child conversations that have no name."""
 
 
 def hash_of_key(key: str) -> bytes:
-    """Return the hash under which a session key is known. The key itself is kept nowhere."""
+    """Return the hash of a session key, under which the session is found. The key itself is not stored."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
 def memory_of(value: object) -> int:
-    """Return the bytes of decoded JSON in memory. `check_new` bounds what is measured."""
+    """Return the bytes that decoded JSON takes in memory. `check_new` bounds the size of the argument."""
     size, waiting = 0, [value]
     while waiting:
         each = waiting.pop()
@@ -52,13 +52,19 @@ class SessionTable:
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[bytes, str] = {}
         self.read_after_end: dict[str, None] = {}
-        """Sessions that ended, and whose trajectory was read since, in this order: they make room first."""
+        """Sessions that ended and whose trajectory was read since, in this order.
+
+        They are deleted first to make room.
+        """
         self.memory = 0
-        """Bytes of all sessions, about."""
+        """Approximate bytes of all sessions."""
         self.last_version: str | None = None
         """Weight version of the last stored turn."""
         self.is_complete = True
-        """False while the sessions of an earlier run are read from the store: any session may exist then."""
+        """False while the sessions of an earlier run are being read from the store.
+
+        Until then any session may exist.
+        """
 
     def find(self, session_id: str) -> Session:
         """Return a session. Raise SessionNotFoundError."""
@@ -101,7 +107,10 @@ class SessionTable:
         session.counted = size
 
     def apply(self, record: Record) -> None:
-        """Change the memory as a record says. Raise KeyError or IndexError if it does not fit to the records before."""
+        """Apply a record to the sessions in memory.
+
+        Raise KeyError or IndexError if it does not fit the earlier records.
+        """
         match record:
             case SessionRecord():
                 if record.id in self._sessions:

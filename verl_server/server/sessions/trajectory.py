@@ -1,7 +1,7 @@
 """The branches of a session: linear paths through its tree of turns, as ids, loss mask and log-probabilities.
 
-The route of a session's trajectory calls `branches` for each session and writes what it yields. Nothing is rendered or
-tokenized here: the ids are those that were read and sampled.
+The route of a session's trajectory calls `branches` for each session, and writes the branches. Nothing is rendered or
+tokenized here: the ids are the ids of the prompts and the sampled ids.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from verl_server.server.sessions.turn import common_prefix
 def branches(turns: Sequence[StoredTurn], mask: Literal["once", "every"], retries: bool) -> Iterator[Branch]:
     """Yield the branches of the finished turns of a session: first the main ones, then forks, then retries.
 
-    A branch ends with a turn that no other turn continues. The first branch of each conversation is its main one. A
-    turn whose reply no client received, and which was sampled again, is a retry: it is left out unless `retries`.
-
-    With `mask` "once", a sampled token has loss mask 1 in the first of the yielded branches that holds it, and 0 in the
-    others; with "every", it has 1 in all. The caller fills in `session` and `rewards`.
+    A branch ends with a turn that no other turn continues. The first branch of each conversation is its main one. If no
+    client received the reply of a turn, and the turn was sampled again, the turn is a retry. Retries are omitted unless
+    `retries` is True. With `mask` "once", a sampled token has loss mask 1 in the first yielded branch that contains it,
+    and 0 in later branches. With `mask` "every", it has loss mask 1 in all branches. The caller sets `session` and
+    `rewards`.
     """
     tree = _Tree(turns)
     found = [(tree.kind(path), path) for path in tree.paths()]
@@ -112,7 +112,7 @@ def _branch(
     *,
     every: bool,
 ) -> Branch:
-    """Return one branch. Add its tokens to those that the earlier branches have."""
+    """Return one branch, and record that an earlier branch now has its tokens."""
     last = path[-1]
     ids = [*last.turn.prompt_ids(), *last.turn.output_ids()]
     mask, logprobs = [0] * len(ids), [0.0] * len(ids)

@@ -1,4 +1,4 @@
-"""One generation of a session: `FinishedTurn` when it is done, and `Turn` in the ledger.
+"""One generation of a session: a `FinishedTurn` when it ends, and a `Turn` in the ledger.
 
 A `Turn` is small: it does not store the ids at the beginning of its prompt that are also the beginning of the parent's
 sequence (prompt and output). `sequence` joins the shared ids and the stored ids.
@@ -18,7 +18,7 @@ IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
 """Bits of `Turn.flags`."""
 
 _FIXED_BYTES = 1200
-"""Bytes of a turn beside its ids, log-probabilities and calls, with its places in the tables of the session."""
+"""Bytes of a turn without its ids, log-probabilities and calls, including its entries in the session's tables."""
 
 
 class FinishedTurn(SampledFields, kw_only=True):
@@ -33,17 +33,17 @@ class Turn(TurnFields, kw_only=True):
     """A finished turn in memory."""
 
     size: int = 0
-    """Bytes of memory, about."""
+    """Approximate bytes of memory."""
     followers: int = 0
-    """Finished turns whose parent this is."""
+    """Number of finished turns with this turn as their parent."""
     extensions: int = 0
-    """Turns that finished or run, and continue the whole sequence."""
+    """Number of finished or running turns that continue the whole sequence of this turn."""
     facts_at: int = 0
-    """Place of `packed_facts` in `Session.facts`."""
+    """Position of this turn's `packed_facts` in `Session.facts`."""
 
     @classmethod
     def of(cls, record: TurnRecord, shared_values: dict[object, object]) -> Turn:
-        """Return the turn of a record. `shared_values` stores only once each value that many turns have in common."""
+        """Return the turn of a record. `shared_values` keeps one copy of each value that many turns share."""
         size = _size(record)
 
         def once(value: object) -> object:
@@ -69,7 +69,10 @@ class Turn(TurnFields, kw_only=True):
         return turn
 
     def packed_facts(self, number: int) -> bytes:
-        """Return what the next prompt needs of this turn, whose number is given: `ReplyFacts` as msgpack."""
+        """Return the `ReplyFacts` of this turn as msgpack, which the plan of the next prompt reads.
+
+        `number` is the turn's number.
+        """
         calls = [] if self.calls is None else msgspec.json.decode(self.calls)
         return msgspec.msgpack.encode(
             ReplyFacts(
@@ -97,7 +100,7 @@ class Turn(TurnFields, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the sequence."""
+        """Number of tokens of the sequence."""
         return self.prompt_tokens + self.output_tokens
 
     @property
@@ -106,7 +109,7 @@ class Turn(TurnFields, kw_only=True):
 
 
 def _size(record: TurnRecord) -> int:
-    """Return the bytes of a turn in memory, about, without the values that several turns have in common."""
+    """Return the approximate bytes of a turn in memory, without values that several turns share."""
     payload = len(record.prompt) + len(record.output) + len(record.logprobs) + len(record.calls or b"")
     payload += len(record.policy) + len(record.has_choice) + len(record.rid)
     spans = 150 * (len(record.spans) - 1) if len(record.spans) > 1 else 0

@@ -1,7 +1,7 @@
 """`TurnLedger`: the turns of all sessions. A turn is read (`view`), reserved (`begin`) and stored (`commit`).
 
-`SessionTurns` calls it for each request in a session, on the TokenizerManager's event loop; no method blocks it. The
-prompt of a turn is the first ids of its parent's sequence (prompt and output) and what is new: ids that were sampled
+`SessionTurns` calls it for each request in a session, on the TokenizerManager's event loop. No method blocks the loop.
+The prompt of a turn has the leading ids of its parent's sequence (prompt and output), followed by new ids. Sampled ids
 are never rendered again.
 """
 
@@ -43,7 +43,10 @@ class TurnLedger:
         end_tokens: Callable[[], list[int]] = list,
         longest: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`end_tokens` returns the model's end tokens, `longest` the most tokens of a prompt with its output."""
+        """`end_tokens` returns the model's end tokens.
+
+        `longest` returns the most tokens of a prompt together with its output.
+        """
         self._ledger, self._table, self._bounds = ledger, ledger.table, ledger.bounds
         self._end_tokens, self._longest = end_tokens, longest
 
@@ -88,7 +91,7 @@ class TurnLedger:
         return found
 
     def note_full(self, session_id: str) -> None:
-        """Note that a turn of a session was refused, because its context is full."""
+        """Record that a turn of a session was refused because its context is full."""
         session = self._table.get(session_id)
         if session is not None:
             session.root.limit = "max_context"
@@ -105,7 +108,10 @@ class TurnLedger:
         body: bytes,
         abort: Callable[[], object] | None = None,
     ) -> OpenTurn:
-        """Reserve a turn. Each call needs a `commit` or a `cancel`. `abort` is called if the session ends meanwhile."""
+        """Reserve a turn. Each call needs a later `commit` or `cancel`.
+
+        `abort` is called if the session ends before.
+        """
         root = self._open_session(caller)
         self._check_limits(root)
         session = self._child(root, caller.child) or self._new_child(root, caller.child)
@@ -176,7 +182,7 @@ class TurnLedger:
         await self._ledger.store.flushed()
 
     def _note_cut(self, turn: OpenTurn, sampled: int) -> None:
-        """Note the limit that cut a turn of `sampled` tokens, unless the request's own limit cut it."""
+        """Record the limit that cut a turn of `sampled` tokens, unless the request's own limit cut it."""
         root, longest = turn.session.root, self._longest()
         is_full = longest is not None and len(turn.prompt) // 4 + sampled >= longest
         if is_full or (turn.max_new_tokens is not None and sampled >= turn.max_new_tokens):
@@ -185,7 +191,7 @@ class TurnLedger:
             root.limit = "max_tokens" if is_used else "max_context"
 
     def cancel(self, turn: OpenTurn) -> None:
-        """Drop a turn that sampled nothing."""
+        """Drop a turn without sampled tokens."""
         session = turn.session
         if self._table.get(session.id) is not session or not session.release(turn.turn):
             return
@@ -195,7 +201,7 @@ class TurnLedger:
         self._table.measure(session)
 
     def delivered(self, session_id: str, turn: int) -> None:
-        """Note that the whole reply reached the client's socket."""
+        """Record that the whole reply reached the client's socket."""
         session = self._table.get(session_id)
         if session is not None and turn < len(session.turns) and session.turns[turn] is not None:
             self._ledger.record(DeliveredRecord(session_id, turn))
@@ -250,7 +256,7 @@ class TurnLedger:
     # -- how a turn begins ----------------------------------------------------------------------------------
 
     def _open_session(self, caller: SessionCaller) -> Session:
-        """Return the caller's session, if it can generate now."""
+        """Return the caller's session. Raise an error if the session cannot generate now."""
         session = self._table.find(caller.session_id).root
         if session.state != "open":
             raise SessionEndedError(f"Session {session.id} has {session.state} ({session.reason}).")
@@ -295,7 +301,8 @@ class TurnLedger:
     def _joined(self, session: Session, next: NextTurn) -> tuple[bytes, int, int]:
         """Return (int32 ids of the whole prompt, parent turn or -1, number of leading ids shared with the parent).
 
-        A prompt that keeps no more than the prompt of a turn is a sibling of the turn, not its child.
+        If a prompt shares only ids of the prompt of a turn, and none of its output, the new turn is a sibling of this
+        turn.
         """
         if next.parent < 0:
             return next.added, -1, 0

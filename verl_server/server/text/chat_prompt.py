@@ -22,7 +22,7 @@ from verl_server.server.text.session_prompt import plan_prompt, prompt_length, r
 from verl_server.server.text.text_tools import Ids, TextTools
 
 _PROMPT_END = 64
-"""Tokens at the end of a prompt of token ids in which the tag of an open reasoning is looked for."""
+"""Number of tokens at the end of a prompt of token ids in which the tag of an open reasoning is searched."""
 
 
 class ChatOutput(msgspec.Struct, frozen=True):
@@ -75,12 +75,12 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     """A rendered and tokenized conversation."""
 
     ids: list[int]
-    """In a session empty: `next` says what the prompt is."""
+    """Token ids of the prompt. Empty in a session, where `next` is the plan of the prompt."""
     unused_options: list[str]
-    """Names of the options that the template does not use. They are no error."""
+    """Names of the options that the template does not use. Such an option is no error."""
     output: ChatOutput
     next: NextTurn | None = None
-    """In a session: how the prompt is put together."""
+    """In a session: the plan of the prompt."""
 
     @property
     def length(self) -> int:
@@ -96,12 +96,12 @@ class ReadConversation(msgspec.Struct, kw_only=True):
     """The result of a job that reads a request with a conversation. Each dialect adds the request in its own shape."""
 
     prompts: list[Ids]
-    """Always one prompt. In a session it is empty, and `next` says how the prompt is put together."""
+    """Always one prompt. In a session the prompt is empty, and `next` is its plan."""
     is_single: bool = True
     output: ChatOutput
     unknown_fields: list[str]
     unused_options: list[str]
-    """Names of the template variables that the template does not use. They are no error."""
+    """Names of the template variables that the template does not use. Such a variable is no error."""
     next: NextTurn | None = None
 
 
@@ -120,12 +120,11 @@ def read_chat_prompt(
 
     `options` are those of `ChatTemplates.render`. With `choice` none, calls stay in the content, and only a template
     that reads tools gets them: clients such as TRL's parse the calls themselves, and earlier calls may be in the
-    conversation. With `parallel`, a forced call may be several. `schema`: the answer is JSON of this schema.
-    `constraint`: the name of the sampling parameter with another constraint of the request. `output_grammar` says what
-    may combine. `input_ids` replaces the messages; no template is rendered then. Raise BadRequestError for what the
-    template or the tool format refuses.
-
-    In a session (`text.session`), the prompt is that of the session's next turn.
+    conversation. With `parallel`, a forced output may have several calls. With `schema`, the answer is JSON of this
+    schema. `constraint` is the name of the sampling parameter with another constraint of the request; `output_grammar`
+    decides which constraints may be combined. If `input_ids` is given, it replaces the messages, and no template is
+    rendered. In a session (`text.session`), the prompt is the prompt of the session's next turn. Raise BadRequestError
+    for anything that the template or the tool format refuses.
     """
     refuse_in_session(text, input_ids=input_ids)
     offered = [] if choice.mode == "none" else list(tools)

@@ -11,7 +11,11 @@ from verl_server.server.text.text_tools import Decoder
 
 _REPLACEMENT = "�"
 _MAX_HELD_TOKENS = 256
-"""Text that is still undecodable after this many tokens is emitted as it is, to bound the work for each token."""
+"""Number of tokens.
+
+Text that cannot be decoded after so many tokens is emitted with replacement characters, to bound the work for each
+token.
+"""
 
 
 class IncrementalDetokenizer:
@@ -54,8 +58,8 @@ class IncrementalDetokenizer:
 class OutputText:
     """The text of one completion, which ends at the first stop string or match of a stop regex.
 
-    If a token completes both, the stop string counts. `goes_on`: number of tokens whose text cannot end the output: a
-    stop string must end behind it, and a match of a regex must begin there.
+    If a token completes both, the stop string counts. `goes_on` is the number of leading tokens that cannot end the
+    output: a stop string must end after their text, and a match of a regex must begin after it.
     """
 
     def __init__(

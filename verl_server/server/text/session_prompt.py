@@ -1,6 +1,6 @@
 """The prompt of a request in a session: the plan of the session's next turn, with the texts of one text worker.
 
-`chat_prompt` and the reading of completions call it where they would render or encode a whole prompt.
+`chat_prompt` and the jobs that read completions call it instead of rendering or encoding a whole prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def plan_prompt(
 ) -> tuple[PlannedTurn, list[str]]:
     """Return (plan of the next turn, names of the options that the template does not use).
 
-    `tools` are those that the template gets, in `options` too. Raise BadRequestError for what the template refuses.
+    `tools` are the tools that the template gets; `options` contains them, too. Raise BadRequestError for anything that
+    the template refuses.
     """
     # The new messages are rendered without tools, which must not choose another one of several templates.
     options = {**options, "chat_template": text.template(options).source}
@@ -54,7 +55,7 @@ def plan_prompt(
 
 
 def plan_completion(text: TextTools, view: SessionView, prompt: str) -> NextTurn | None:
-    """Return the plan of a completion whose prompt follows a stored completion, or None: plan it by its ids."""
+    """Return the plan of a completion whose prompt follows a stored completion. None: plan the prompt by its ids."""
     decode = text.decoder(False)
     planned = plan_text(
         view, prompt, lambda each: text.encode([each], add_special_tokens=False)[0], lambda token: decode([token])
@@ -75,7 +76,7 @@ def prompt_length(next: NextTurn) -> int:
 
 
 def refuse_in_session(text: TextTools, **given: Any) -> None:
-    """Raise BadRequestError if a request of a session sets one of these fields, which change a stored prompt."""
+    """Raise BadRequestError if a request in a session sets one of these fields, which would change a stored prompt."""
     names = [name for name, value in given.items() if value]
     if text.session is not None and names:
         raise BadRequestError(

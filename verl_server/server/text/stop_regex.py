@@ -16,12 +16,15 @@ import re2
 from verl_server.errors import BadRequestError
 
 _LONGEST_TAIL = 1024
-"""Most characters before the newest text that a search reads."""
+"""The most characters before the newest text that a search reads."""
 _MOST_INSTRUCTIONS = 2048
 """Largest size of all compiled patterns of a request together."""
 _MOST_WORK = 2**16
-"""Largest product of these characters and this size. A search usually takes microseconds. For patterns with very many
-states RE2 takes about 5 ns for each unit of this product, which is 0.3 ms."""
+"""Largest product of the characters that a search reads and the size of the patterns.
+
+A search usually takes microseconds. For patterns with very many states RE2 takes about 5 ns for each unit of this
+product, which is 0.3 ms.
+"""
 _MOST_MEMORY = 2**20
 """Bytes that a compiled pattern may take, with the states that RE2 keeps between searches."""
 
@@ -42,8 +45,8 @@ class StopRegexes:
     def search(self, text: str, new: int) -> tuple[str, int, int] | None:
         """Return (pattern, start, end) of the first match in `text` whose last `new` characters are new.
 
-        The position of a match decides before the order of the patterns. `$` and `\\b` take the end of the text so far
-        for the end of the output.
+        Of several matches, the first in the text counts, and then the first in the order of the patterns. `$` and `\\b`
+        take the end of the text so far for the end of the output.
         """
         begin = max(0, len(text) - new - self.tail)
         seen = max(0, begin - 1)  # RE2 looks at the character before the begin, for `^` and `\b`

@@ -1,7 +1,7 @@
 """`TextTools`: tokenizer, chat templates and limits of the served model, to process the text of one request.
 
-A text worker makes its `TextTools` from the `TextSetup` that the TokenizerManager sends. The TokenizerManager has
-`TextTools` too, for requests that are small enough for its event loop. A `Job` is work that either of them can do.
+A text worker builds its `TextTools` from the `TextSetup` that the TokenizerManager sends. The TokenizerManager has
+`TextTools`, too, for requests that are small enough for its event loop. Either of them can run a `Job`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ids = list[int] | bytes
 """Token ids: a list, or an array of little-endian int32 (from a text worker, or from a caller who sends one)."""
 
 _MOST_REGEX_ON_LOOP = 48
-"""Characters of the regular expressions that are compiled on the loop, which takes at most 5 ms."""
+"""The most characters of regular expressions that are compiled on the loop, which takes at most 5 ms."""
 
 
 class NeedsWorkerError(Exception):
@@ -43,11 +43,11 @@ class Tokens(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token that is exactly this added token, or None."""
+        """Return the id of the added token with exactly this text, or None."""
         ...
 
     def is_special(self, token: int) -> bool:
-        """Return True if `decoder` with `skip_special_tokens` leaves the token out."""
+        """Return True if `decoder` with `skip_special_tokens` omits the token."""
         ...
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder: ...
@@ -70,7 +70,7 @@ class ModelBounds(msgspec.Struct, kw_only=True, frozen=True):
         return min(self.context_length, self.max_req_input_len + 1)  # the last token needs no place in the KV cache
 
     def room_for_prompt(self, max_new_tokens: int | None) -> int:
-        """Return the most prompt tokens that can be served with `max_new_tokens`; None leaves room for one."""
+        """Return the most prompt tokens that can be served with `max_new_tokens`. None reserves one output token."""
         new = max_new_tokens if max_new_tokens is not None else 1
         return max(self.longest - max(new, 1), 1)
 
@@ -130,11 +130,11 @@ class TextTools:
         self.grammars: GrammarCompiler | None = None
         """Compiles grammars, in a process that checks them."""
         self.special_tokens: dict[str, int] = {}
-        """Text -> id of the tokenizer's special tokens, beside `grammars`."""
+        """Text -> id of the tokenizer's special tokens. Set together with `grammars`."""
         self.grammar_refusal = "This process checks no grammars."
         """The reason if `grammars` is None."""
         self.session: SessionView | None = None
-        """The session of the request that is read."""
+        """The session of the request that is being read."""
 
     def with_session(self, session: SessionView) -> TextTools:
         """Return the same tools for a request in a session."""
@@ -214,7 +214,7 @@ class TextTools:
 
 
 class TextSetup(msgspec.Struct, kw_only=True):
-    """Everything that a text worker needs to make its `TextTools`."""
+    """The data from which a text worker builds its `TextTools`."""
 
     tokenizer: bytes | None
     """A `tokenizers.Tokenizer` as JSON. None: the worker loads the tokenizer of `server_args` with transformers."""
@@ -271,7 +271,7 @@ def _encode_prompts(tools: TextTools, body: bytes) -> EncodedPrompts:
 
 
 ENCODE = Job("encode", _encode_prompts, EncodedPrompts)
-"""Tokenizes the prompts of a request that was made in this process. The body is a `TextPrompts` as msgpack."""
+"""Tokenizes the prompts of a request that was created in this process. The body is a `TextPrompts` as msgpack."""
 
 
 def unpack(ids: Ids) -> list[int]:

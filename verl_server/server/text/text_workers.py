@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 _MODULE = "verl_server.server.text_worker"
 _START_SECONDS = 120.0
-"""Longest time until a worker is ready. The import of transformers takes several seconds on a busy machine."""
+"""Seconds within which a worker must be ready. The import of transformers takes several seconds on a busy machine."""
 
 
 class JobKilledError(BadRequestError):
@@ -50,7 +50,7 @@ class Purpose:
     slow: str
     """Error of a job that exceeds the bound, with `{timeout}` in seconds."""
     died: str | None
-    """Error (400) of a job whose process ended, with `{exit}`. None: the request is not to blame (503)."""
+    """Error (400) of a job whose process ended, with `{exit}`. None: the request did not cause the end (503)."""
     bound: str
     """Name of the setting that bounds jobs."""
 
@@ -209,9 +209,9 @@ class _Worker:
 
     @classmethod
     def start(cls, setup: TextSetup, niceness: int, purpose: Purpose, is_unwanted: Callable[[], bool]) -> _Worker:
-        """Start a process, and block until it is ready. Do not call it on the loop. Raise ServerLaunchError.
+        """Start a process, and block until it is ready. Do not call it on the loop.
 
-        While it waits, it raises as soon as `is_unwanted` returns True.
+        Raise ServerLaunchError if the process ends, or as soon as `is_unwanted` returns True.
         """
         messages, worker_end = MessageSocket.pair()
         with worker_end:
@@ -239,9 +239,9 @@ class _Worker:
     def attach(
         self, on_idle: Callable[[_Worker], None], on_end: Callable[[_Worker, VerlServerError | None], None]
     ) -> None:
-        """Watch the socket on the running loop.
+        """Watch the socket on the running loop. At the end `on_end` is called.
 
-        `on_end` is called with the error because of which the worker must be killed, or with None if it has died.
+        Its argument is the error because of which the worker must be killed, or None if the worker has died.
         """
         self._on_idle, self._on_end = on_idle, on_end
         self._loop = asyncio.get_running_loop()

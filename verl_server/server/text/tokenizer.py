@@ -1,7 +1,7 @@
 """`ModelText`: the parts of a model folder that concern text: tokenizer, chat template, end-of-sequence ids, config.
 
-The launcher makes one `ModelText` for the TokenizerManager and the OpenAI routes. With `skip_tokenizer_init` it has
-only the ids of the config, and refuses text with an error that names the setting. Where possible, text workers have the
+The launcher creates one `ModelText` for the TokenizerManager and the OpenAI routes. With `skip_tokenizer_init` it has
+only the ids of the config, and refuses text with an error that names the setting. If possible, text workers use the
 tokenizer as `FastTokens`, without transformers.
 """
 
@@ -28,7 +28,7 @@ _LARGEST_ID = 2**31 - 1
 
 
 class _AddedTokens:
-    """The added tokens of a tokenizer, which stand for one text each. Some of them are special."""
+    """The added tokens of a tokenizer. Each has one text, and some are special."""
 
     def __init__(self, added: Mapping[int, Any]) -> None:
         """Take `added`: id -> `AddedToken`."""
@@ -122,11 +122,14 @@ class ModelText:
 
     @property
     def tokenizer_json(self) -> bytes | None:
-        """The tokenizer as JSON of the `tokenizers` library. None if there is none, or if it is of another library."""
+        """The tokenizer as JSON of the `tokenizers` library.
+
+        None if there is no tokenizer, or if it is of another library.
+        """
         return self._tokenizer_json
 
     def setup(self, limits: Limits, bounds: ModelBounds) -> TextSetup:
-        """Return what a text worker needs to encode and render in the same way."""
+        """Return the data with which a text worker encodes and renders in the same way."""
         tokenizer = self.tokenizer
         return TextSetup(
             tokenizer=self._tokenizer_json,
@@ -141,7 +144,7 @@ class ModelText:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Ids that end a completion: those of the generation config (or else of the config), and the tokenizer's."""
+        """Ids that end a completion: from the generation config (or else from the config), and from the tokenizer."""
         ids = self._generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         found = list(ids) if isinstance(ids, list) else [ids]
         if self.tokenizer is not None:

@@ -1,8 +1,8 @@
 """Parts of tokenizer.json that transformers replaces: 5.x builds the pre-tokenizer of some models by the model's name.
 
 All qwen2 folders are such models: the normalizer and the pre-tokenizer of their tokenizer.json are not used. So a
-tokenizer that was trained anew gives other tokens than its file says. `choose_parts` compares the parts when the
-tokenizer is loaded, and takes the file's if the setting `tokenizer_pipeline` says so.
+tokenizer that was trained anew returns other tokens than its file specifies. `choose_parts` compares the parts when the
+tokenizer is loaded, and restores the parts of the file if the setting `tokenizer_pipeline` requires it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PARTS = ("normalizer", "pre_tokenizer", "decoder")
 def choose_parts(tokenizer: Any, file: Path, pipeline: Literal["transformers", "file"]) -> None:
     """Compare a tokenizer with the tokenizer.json from which it was loaded. Warn, or restore the parts of the file.
 
-    `tokenizer` is of transformers. One without a backend of the `tokenizers` library is left alone.
+    `tokenizer` is a tokenizer of transformers. A tokenizer without a backend of the `tokenizers` library is not
+    changed.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.is_file():

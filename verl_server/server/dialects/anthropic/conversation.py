@@ -28,7 +28,7 @@ _UNUSED_TOOL_FIELDS = {
 
 
 def read_messages(system: str | Sequence[Message] | None, messages: Sequence[Message]) -> list[Message]:
-    """Return the conversation in OpenAI's shape. Adjacent messages of one role are joined, as Anthropic joins them."""
+    """Return the conversation in OpenAI's shape. Adjacent messages of one role are joined, as in Anthropic's API."""
     if not messages:
         raise BadRequestError("messages cannot be empty.")
     found: list[Message] = []
@@ -91,7 +91,7 @@ def _assistant(place: str, content: Any) -> Message:
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Join adjacent messages of the user, and of the assistant without tool calls in the first of them."""
+    """Join adjacent messages of the user, and of the assistant if the first message has no tool calls."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else {}
@@ -108,7 +108,10 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _blocks(place: str, content: Any, what: str = "blocks") -> list[tuple[str, Message]]:
-    """Return (place, block) of each block of a content, a string or a list of `what`. A string is one text block."""
+    """Return (place, block) of each block of a content.
+
+    The content is a list of `what`, or a string: one text block.
+    """
     if isinstance(content, str):
         return [(place, {"type": "text", "text": content})]
     if not isinstance(content, list):

@@ -26,7 +26,10 @@ class MessageWriter:
         self._parser = read.output.parser(not read.request.stream, state.call_seed)
         self._hides_thinking = read.request.thinking is not None and read.request.thinking.display == "omitted"
         self.id = state.rid.rpartition("/")[2]
-        """Id of the message: that of the first answer, if this one repeats it. `/abort_request` knows it, too."""
+        """Id of the message. If this answer repeats an earlier answer, it has the same id.
+
+        `/abort_request` accepts the id.
+        """
         self._chars = 0  # characters of the text that were parsed
         self._started = False
         self._open: str | None = None  # type of the block that is open
@@ -36,7 +39,7 @@ class MessageWriter:
     # -- the whole message ----------------------------------------------------------------------------------
 
     async def message(self, state: ReqState) -> dict[str, Any]:
-        """Return the whole message of a sample that is done."""
+        """Return the whole message of a finished sample."""
         deltas = [delta async for piece in text_pieces(state.text()) for delta in self._parser.push(piece)]
         parsed = joined([*deltas, *self._parser.finish()])
         self._has_calls = bool(parsed.tool_calls)
@@ -57,7 +60,10 @@ class MessageWriter:
     # -- the stream -----------------------------------------------------------------------------------------
 
     async def events(self, state: ReqState) -> bytes:
-        """Return the encoded events of everything that is new in a sample, up to `message_stop` once it is done."""
+        """Return the encoded events of the new part of a sample.
+
+        If the sample is finished, `message_stop` is the last event.
+        """
         frames: list[bytes] = []
         if not self._started:
             self._started = True
@@ -121,7 +127,7 @@ class MessageWriter:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
 
     def _stop(self, state: ReqState) -> dict[str, Any]:
-        """Return why the sample ended, in Anthropic's words."""
+        """Return the stop reason of the sample in Anthropic's terms."""
         reason, sequence = state.finish_reason, None
         assert reason is not None
         if reason.type == "abort":  # the client may send the message back, and the policy continues it
@@ -148,7 +154,7 @@ class MessageWriter:
 
 
 def _usage(state: ReqState) -> dict[str, Any]:
-    """Return the token counts. As in Anthropic's API, `input_tokens` leaves out those that the cache had."""
+    """Return the token counts. As in Anthropic's API, `input_tokens` does not count tokens from the cache."""
     return {
         "input_tokens": state.num_prompt_tokens - state.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -158,6 +164,6 @@ def _usage(state: ReqState) -> dict[str, Any]:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """Return one encoded event of Anthropic's streams, which have the type on a line of its own."""
+    """Return one encoded event of Anthropic's streams, in which the event's type has a line of its own."""
     kind: str = content["type"]
     return b"event: " + kind.encode() + b"\n" + sse(content)

@@ -38,12 +38,14 @@ WITHOUT_EFFECT = {
     "user_profile_id": "requests are not recorded by user",
     "workspace_id": "requests are not recorded by workspace",
 }
-"""Known field that is accepted and changes nothing -> why nothing is lost. It may also stand in a content block or a
-tool."""
+"""Known field that is accepted and has no effect -> the reason.
+
+The field may also be in a content block or in a tool.
+"""
 
 
 class ThreadUnsupportedError(BadRequestError):
-    """The request has `thread`. Anthropic's clients know the code, and send the whole conversation instead."""
+    """The request has `thread`. If Anthropic's clients get this error, they send the whole conversation instead."""
 
     code = "thread_unsupported_request"
 
@@ -100,9 +102,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of `POST /v1/messages`."""
 
     max_tokens: int
-    """Largest number of output tokens, reasoning included. The output also ends where the context is full."""
+    """Largest number of output tokens, including reasoning. The output also ends when the context is full."""
     stop_sequences: list[str] | None = None
-    """Strings that end the output. The matched one is returned as `stop_sequence`."""
+    """Strings that end the output. The matched string is returned as `stop_sequence`."""
     stream: bool = False
     """Send server-sent events."""
     temperature: float | None = None

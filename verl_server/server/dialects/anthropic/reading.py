@@ -23,7 +23,7 @@ class ReadMessages(ReadConversation, kw_only=True):
     """The request without messages, system and tools."""
     sampling_params: dict[str, Any]
     end_of_call: str | None
-    """Stop string that ends the output after one call, if only one is permitted."""
+    """Stop string that ends the output after one call, if only one call is permitted."""
 
 
 class CountedTokens(msgspec.Struct, kw_only=True):
@@ -98,9 +98,9 @@ def _prompt(tools: TextTools, request: CountTokensRequest) -> tuple[ChatPrompt, 
 
 
 def _end_of_call(output: ChatOutput) -> str | None:
-    """Return the stop string that ends the output after its first call, or None without tools.
+    """Return the stop string that ends the output after its first call, or None if there are no tools.
 
-    Raise BadRequestError if the format has none, and no grammar permits one call only.
+    Raise BadRequestError if the tool format has no such string, and no grammar restricts the output to one call.
     """
     format = output.format.tool_format
     if format is None or not output.tools or output.grammar is not None:

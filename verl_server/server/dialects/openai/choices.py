@@ -1,7 +1,7 @@
 """`Choices` builds OpenAI's responses and stream chunks from samples. `TextChoices` are those of /v1/completions.
 
-A chunk is made for each step of each stream, so chunks are assembled as bytes: everything that stays the same for a
-stream is encoded once.
+There is a chunk for each step of each stream. So chunks are assembled as bytes, and the constant parts of a stream are
+encoded once.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class Choices(abc.ABC):
 
     @abc.abstractmethod
     async def choice(self, index: int, state: ReqState) -> dict[str, Any]:
-        """Return a choice of a whole response. `response` adds the fields that text and chat have in common."""
+        """Return a choice of a whole response. `response` adds the fields that text and chat share."""
 
     async def response_fields(self, states: Sequence[ReqState]) -> dict[str, Any]:
-        """Return the fields of the response that only text or only chat has."""
+        """Return the fields of the response that are specific to text or to chat."""
         return {}
 
     @abc.abstractmethod
     async def news(self, state: ReqState, progress: Progress, first: bool, end: int) -> bytes | None:
-        """Return the content of a choice with what is new up to token `end`, or None if there is nothing to send."""
+        """Return the content of a choice with the new part up to token `end`, or None if there is nothing to send."""
 
     # -- the whole response ---------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Choices(abc.ABC):
         return b'data: %b,"choices":[{"index":%d,' % (orjson.dumps(head)[:-1], index)
 
     def first_fields(self, state: ReqState) -> bytes:
-        """Return fields that the first frame of a sample has beside its choice."""
+        """Return additional fields of the first frame of a sample."""
         return b""
 
     def _usage_tail(self, state: ReqState) -> bytes:

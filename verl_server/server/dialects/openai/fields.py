@@ -13,7 +13,7 @@ _NO_TRANSFER = "prefill and decode are not disaggregated"
 _NO_BEAMS = "use n independent samples"
 
 _ELSEWHERE = ("modalities", "return_flat_raw_top_logprobs_b64")
-"""Fields that `/generate` refuses, and that the tables below treat in another way."""
+"""Fields that `/generate` refuses, but that the tables below treat differently."""
 
 _REFUSED = {name: reason for name, reason in UNSUPPORTED_FIELDS.items() if name not in _ELSEWHERE} | {
     "structural_tag": "use response_format or structured_outputs",
@@ -78,4 +78,4 @@ CHAT_REFUSED = _REFUSED | {
 CHAT_WITHOUT_EFFECT = _WITHOUT_EFFECT | {"prediction": "it only makes OpenAI's service faster"}
 
 HARMLESS = {"verbosity": ("medium",), "function_call": ("none", "auto")}
-"""Refused field -> the values that are accepted, because they request what happens in any case."""
+"""Refused field -> values that are accepted, because the server behaves in this way in any case."""

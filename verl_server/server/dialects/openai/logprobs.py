@@ -1,7 +1,7 @@
 """Log-probabilities in the shapes of OpenAI's completions, OpenAI's chat and vLLM's `prompt_logprobs`.
 
-The functions return encoded JSON. One position may have hundreds of candidates, so they encode token by token, in
-slices, and build no objects.
+The functions return encoded JSON. One position may have hundreds of candidates. So the functions encode token by token,
+in slices, and build no objects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl_server.server.request_state import ReqState
 from verl_server.server.slices import Slices
 
 _LEAST = -9999.0
-"""Value in place of minus infinity, which JSON does not have. OpenAI and vLLM use the same value."""
+"""Value that replaces minus infinity, which JSON lacks. OpenAI and vLLM use the same value."""
 
 
 class Position(NamedTuple):
@@ -29,7 +29,7 @@ class Position(NamedTuple):
     """None for the first token of a prompt."""
     candidates: TokenLogprobs | None
     rank: int | None = None
-    """Place of the token in the vocabulary, the most likely first, from 1. Known for prompts only."""
+    """Rank of the token in the vocabulary: 1 is the most likely token. Known for prompts only."""
 
 
 class LogprobWriter:
@@ -110,7 +110,7 @@ class LogprobWriter:
         return b",".join(content)
 
     async def prompt_logprobs(self, state: ReqState) -> bytes:
-        """Return vLLM's `prompt_logprobs`, which the request has asked for."""
+        """Return vLLM's `prompt_logprobs`. The request must have requested them."""
         assert self._prompt_top is not None
         slices = Slices()
         written = []

@@ -15,7 +15,7 @@ from verl_server.server.text.chat_prompt import ChatPrompt, read_chat_prompt
 from verl_server.server.text.text_tools import TextTools
 
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
-"""Template variables that `reasoning_effort` sets. A template reads at most some of them."""
+"""Template variables that `reasoning_effort` sets. Most templates read none or some of them."""
 
 
 def read_openai_prompt(
@@ -32,7 +32,8 @@ def read_openai_prompt(
     """Return the prompt of a conversation in OpenAI's shape. Raise BadRequestError or NeedsWorkerError.
 
     `constrained` is the request with the constraints of the output. If the policy may reason or call tools, a JSON
-    schema is removed from this request and becomes a part of the prompt's grammar, so that it leaves these free.
+    schema is removed from this request and becomes a part of the prompt's grammar. So the schema does not constrain
+    reasoning and calls.
     """
     declared = read_tools(tools)
     choice = read_tool_choice(tool_choice, declared)
@@ -60,7 +61,10 @@ def effort_options(effort: str | float | None) -> dict[str, Any]:
 
 
 def _unused(names: list[str], options: Mapping[str, Any]) -> list[str]:
-    """Return the unused variables. If a template reads one variable of the reasoning effort, the effort is used."""
+    """Return the unused variables.
+
+    If a template reads one variable of the reasoning effort, none of them counts as unused.
+    """
     if "reasoning_effort" not in options:
         return names
     efforts = [name for name in names if name in _EFFORT_VARIABLES]
@@ -71,7 +75,7 @@ def _unused(names: list[str], options: Mapping[str, Any]) -> list[str]:
 def text_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with each `content` as one string. The text of a refusal is the content of its message.
 
-    The role "developer" becomes "system": the templates of the served models do not know it, and some leave out
+    The role "developer" becomes "system", because the served models' templates lack this role, and some templates drop
     messages of unknown roles.
     """
     if not messages:

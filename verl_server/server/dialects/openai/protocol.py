@@ -1,7 +1,7 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions`, and their conversion into `GenerateReqInput`.
 
 The bodies have OpenAI's fields and the additional fields of vLLM and SGLang. `fields` lists the known fields that are
-refused or without effect. `unknown_fields` judges others.
+refused or have no effect. `unknown_fields` judges all other fields.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     def generate_request(self, max_new_tokens: int | None, logprobs: int | None, grammar: str = "") -> GenerateReqInput:
         """Return the request without prompts.
 
-        `logprobs` is the number of candidates that the answer shows for each position; None shows no
-        log-probabilities. `grammar` is that of the prompt (`ChatOutput.grammar`).
+        `logprobs` is the number of candidates that the answer shows for each position; None shows no log-probabilities.
+        `grammar` is the grammar of the prompt (`ChatOutput.grammar`).
         """
         prompt_logprobs = self.prompt_logprobs
         top = max(logprobs or 0, prompt_logprobs or 0)
@@ -175,7 +175,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
         )
 
     def sampling_params(self, max_new_tokens: int | None, grammar: str = "") -> dict[str, Any]:
-        """Return the settings under SGLang's names. Unset fields are left out, so that they keep their defaults."""
+        """Return the settings under SGLang's names. Unset fields are omitted, so that they keep their defaults."""
         trim = self.no_stop_trim if self.no_stop_trim is not None else self.include_stop_str_in_output
         params = {
             "n": self.n,
@@ -290,8 +290,10 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """"auto" (the default with `tools`): the policy decides; "none": the output is not searched for calls; "required",
     or {"type": "function", "function": {"name": ...}}: the output is constrained to calls."""
     parallel_tool_calls: bool = True
-    """Allow several calls in one message. If false, a forced call is constrained to one, and otherwise the first one
-    is returned."""
+    """Allow several calls in one message.
+
+    If false, a forced output is constrained to one call, and of an unforced output the first call is returned.
+    """
     separate_reasoning: bool = True
     """Return the reasoning as `reasoning_content` (SGLang) and `reasoning` (vLLM) instead of in the content."""
     stream_reasoning: bool = True

@@ -1,6 +1,6 @@
 """Parses and tokenizes the bodies of completions and chats, on the event loop if they are small, otherwise in a worker.
 
-Each `Job` is the part of one route's work that grows with the body. Chat templates are rendered in text workers only.
+Each `Job` does the part of one route's work that grows with the body. Chat templates are rendered in text workers only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReadCompletion(msgspec.Struct, kw_only=True):
     is_single: bool
     unknown_fields: list[str]
     next: NextTurn | None = None
-    """In a session, if the prompt's text follows a stored completion. Otherwise plan it by its ids."""
+    """In a session: the plan of a prompt whose text follows a stored completion. None: plan the prompt by its ids."""
     prompt_text: tuple[int, bytes] | None = None
     """In a session: `NextTurn.text`."""
 
@@ -50,7 +50,7 @@ class ReadChat(ReadConversation, kw_only=True):
     """Result of the job `CHAT`."""
 
     request: ChatCompletionRequest
-    """The request without the fields that the prompt was made of, and with its `max_tokens`."""
+    """The request without the fields from which the prompt was built, and with its `max_tokens`."""
 
 
 def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:

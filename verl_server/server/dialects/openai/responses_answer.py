@@ -44,7 +44,7 @@ class ResponseAnswer:
         self._created = int(time.time())
         self._number = 0
         self._chars = 0
-        """Characters that were parsed."""
+        """Number of characters that were parsed."""
         self._detokenizer: IncrementalDetokenizer | None = None
         self._tokens = self._decoded = self._reported = 0
         """With log-probabilities: decoded tokens, their characters, and tokens that belong to parsed items."""
@@ -84,9 +84,9 @@ class ResponseAnswer:
         return [*events, *self._add(self._parser.finish()), *self._items.close(self._ending(state))]
 
     async def _parse_tokens(self, state: ReqState, text: str, end: int) -> list[Event]:
-        """Parse the text of the tokens up to `end`, one by one, so that content has the entries of its own tokens.
+        """Parse the tokens' text up to `end` token by token, so that content has the entries of its own tokens.
 
-        The entries of reasoning and of calls have no place in a response.
+        A response has no field for the entries of reasoning and of calls.
         """
         assert state.decode is not None
         self._detokenizer = self._detokenizer or IncrementalDetokenizer(state.decode)

@@ -28,7 +28,7 @@ class OutputItems:
         """Log-probability entries of the open item, encoded with commas between them."""
 
     def add(self, delta: Delta, logprobs: bytes = b"") -> list[Event]:
-        """Add a delta. `logprobs` are the entries of the tokens that a `ContentDelta` was made of."""
+        """Add a delta. `logprobs` are the entries of the tokens in a `ContentDelta`."""
         if isinstance(delta, ToolCallDelta):
             return self._add_call(delta)
         kind = "message" if isinstance(delta, ContentDelta) else "reasoning"

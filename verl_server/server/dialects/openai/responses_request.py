@@ -33,7 +33,7 @@ _INCLUDED = (
     *("web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url"),
     "code_interpreter_call.outputs",
 )
-"""Source: OpenAI. The results of OpenAI's own tools and images cannot occur, so nothing is left out."""
+"""Source: OpenAI. Values that concern OpenAI's own tools and images have no effect, because these cannot occur."""
 
 RESPONSES_REFUSED = {
     "conversation": _NO_STORE,
@@ -77,7 +77,7 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
     effort: str | None = None
     """`reasoning_effort` of a chat."""
     summary: str | None = None
-    """Accepted without effect: the reasoning itself is returned."""
+    """Accepted without effect, because the reasoning itself is returned."""
     generate_summary: str | None = None
     """The older name of `summary`."""
 
@@ -120,7 +120,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     previous_response_id: str | None = None
     """In a session: the response that `input` follows. Its instructions and tools stay."""
     truncation: Literal["auto", "disabled"] | None = None
-    """A conversation that is too long is refused, also with "auto"."""
+    """A conversation that is too long is refused, even with "auto"."""
     metadata: dict[str, str] | None = None
     """Returned with the response."""
     # SGLang's additional fields
@@ -185,7 +185,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         return chat
 
     def check(self, in_session: bool) -> None:
-        """Raise BadRequestError for values that the types of the fields permit, but this server does not."""
+        """Raise BadRequestError for values that the types of the fields permit but this server does not serve."""
         if self.previous_response_id is not None and not in_session:
             raise BadRequestError(f"previous_response_id is not supported here: {_NO_STORE}.")
         at_least(1, "max_output_tokens", self.max_output_tokens)
@@ -216,7 +216,7 @@ class _Previous(msgspec.Struct):
 
 
 def previous_response(body: bytes) -> str | None:
-    """Return `previous_response_id` of a JSON body, or None, also for a malformed body."""
+    """Return `previous_response_id` of a JSON body. Return None if it is missing, or if the body is malformed."""
     if b"previous_response_id" not in body:
         return None
     try:
@@ -315,9 +315,9 @@ def _add_item(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) 
 
 
 def _assistant(messages: list[dict[str, Any]], new: str | None) -> dict[str, Any]:
-    """Return the assistant's message that the next item belongs to. One message has reasoning, content and calls.
+    """Return the assistant's message to which the next item belongs. One message has reasoning, content and calls.
 
-    `new` is the key that the item sets; a message that has it, or calls, is complete.
+    `new` is the key that the item sets. A message that already has this key, or has calls, is complete.
     """
     last = messages[-1] if messages else {}
     follows = last.get("role") == "assistant" and (new is None or (new not in last and "tool_calls" not in last))

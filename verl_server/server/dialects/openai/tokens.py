@@ -1,7 +1,7 @@
 """`TokenTexts`: the text and the exact bytes of single tokens, encoded as JSON once for each token.
 
-Log-probabilities name a token at every position, and up to hundreds of candidates beside it. So the JSON of a token is
-kept: at most one entry for each token of the vocabulary.
+Log-probabilities have a token and up to hundreds of candidates at every position. So the JSON of each token is kept, at
+most one entry for each token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,14 +22,21 @@ class TokenTexts:
         decode = text.decoder(skip_special_tokens=False)
         self._spell = speller(getattr(text.tokenizer, "backend_tokenizer", None))
         self.text: Callable[[int], str] = cache(lambda token: decode([token]))
-        """Returns the text of the token by itself. A part of a character has replacement characters."""
+        """Returns the text of a single token.
+
+        If the token is a part of a character, the text has replacement characters.
+        """
         self._text_json: Callable[[int], bytes] = cache(lambda token: orjson.dumps(self.text(token)))
         self.entry_head: Callable[[int, bool], bytes] = cache(self._entry_head)
-        """Returns the beginning of the token's entry in a chat, {"token", "bytes", "logprob": and no value. The second
-        argument is `as_id` of `name`."""
+        """Returns the beginning of the token's entry in a chat:
+
+        {"token": ..., "bytes": ..., "logprob": without the value.
+
+        The second argument is `as_id` of `name`.
+        """
 
     def spelling(self, token: int) -> bytes:
-        """Return the bytes that the token stands for, also if they are only a part of a UTF-8 character."""
+        """Return the bytes of the token, which may be only a part of a UTF-8 character."""
         spelled = self._spell(token)
         return spelled if spelled is not None else self.text(token).encode(errors="surrogatepass")
 

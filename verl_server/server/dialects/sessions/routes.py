@@ -88,7 +88,7 @@ class SessionApi:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Return 201 and the new session with its key, which no other answer holds. 409 if the id exists."""
+        """Return 201 and the new session with its key. No other answer contains the key. 409 if the id exists."""
         session, key = self._ledger.create(await self._body(request, CreateSession))
         await self._ledger.store.flushed()
         seconds = session.limits.seconds
@@ -133,7 +133,7 @@ class SessionApi:
         return await self._described(session)
 
     async def delete(self, request: Request) -> Response:
-        """Return {} after the session, its children and its key were forgotten. 404 if there is no such session."""
+        """Delete the session, its children and its key, and return {}. 404 if there is no such session."""
         self._ledger.delete(self._find(request).id)
         await self._ledger.store.flushed()
         return json_response({})

@@ -1,7 +1,7 @@
 """Routes that change the server: weights, memory, cache, abort, pause. `server.auth` checks who may call them.
 
-Each body is a control struct of `io_struct`. It is decoded leniently: "29500" is an integer, unknown keys are ignored
-and counted, and an empty body is {}. The struct is sent to the scheduler, and the response has SGLang's shape.
+Each body is a control struct of `io_struct`. Bodies are decoded leniently: "29500" is an integer, unknown keys are
+ignored and counted, and an empty body is {}. The struct is sent to the scheduler, and the response has SGLang's shape.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ControlApi:
         return Response()
 
     def _ok(self, kind: type[ControlReq], message: str) -> Handler:
-        """Return the handler of a request whose answer says that it succeeded."""
+        """Return the handler of a request whose answer reports success only."""
 
         async def change_generation(request: Request) -> Response:
             """Return {"message", "status"}."""
@@ -205,7 +205,7 @@ class ControlApi:
     # -- memory ---------------------------------------------------------------------------------------------
 
     def _null(self, kind: type[ControlReq]) -> Handler:
-        """Return the handler of a request whose answer holds nothing."""
+        """Return the handler of a request whose answer is null."""
 
         async def change_memory(request: Request) -> Response:
             """Return null."""

@@ -1,7 +1,7 @@
 """Health checks: `/health`, `/ping`, `/ready`, `/health_generate` and prime-rl's `/liveness`.
 
-Monitors end a server that a health check calls dead. So `/health_generate` looks for a completed step of any request,
-and sends a request of its own only to an idle server.
+Monitors end a server whose health check fails. So `/health_generate` waits for a completed step of any request, and
+sends a request of its own only to an idle server.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from verl_server.server.http.responses import json_response
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 _LIVE_SECONDS = 5.0
-"""A scheduler that sent a message within this time is alive. Otherwise, it is sent a request."""
+"""Seconds. A scheduler that sent a message within this time is alive. Otherwise a request is sent to it."""
 _HEALTH_TIMEOUT = 20.0
-"""Longest time to wait for a step, or for the scheduler's answer, in a health check."""
+"""Seconds that a health check waits at most for a step, or for the scheduler's answer."""
 _STATE_TIMEOUT = 2.0
-"""Longest time to wait for the scheduler's figures before tokens are looked for again."""
+"""Seconds to wait at most for the scheduler's figures before the next check for tokens."""
 _LOOK_SECONDS = 0.1
-"""Time between two looks for a completed step."""
+"""Seconds between two checks for a completed step."""
 
 
 class HealthApi:
@@ -73,8 +73,10 @@ class HealthApi:
         return self._manager.controls.is_paused or self._manager.controls.updating_weights
 
     async def _await_step(self) -> None:
-        """Return when a step was completed. Raise ServerUnavailableError if none was in time, or the error of the
-        request that an idle server was sent."""
+        """Return when a step was completed. Raise ServerUnavailableError if no step was completed in time.
+
+        An idle server gets a request. If this request fails, raise its error.
+        """
         manager, began = self._manager, time.monotonic()
         if manager.num_requests and began - manager.last_tokens < _LIVE_SECONDS:
             return
@@ -94,7 +96,7 @@ class HealthApi:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Generate one token. If the queue is full of other requests, wait until cancelled: they show progress."""
+        """Generate one token. If the queue is full, wait until cancelled, because the other requests show progress."""
         probe = GenerateReqInput(
             input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         )
@@ -109,8 +111,10 @@ class HealthApi:
             generation.close()
 
     async def _watch_steps(self, began: float) -> None:
-        """Return when a token has arrived since `began`, when the scheduler has counted a step (of a long prompt, which
-        yields no token), or when generation is held meanwhile and the scheduler is alive."""
+        """Return when there is progress: a token has arrived since `began`, or the scheduler has counted a step.
+
+        A step of a long prompt yields no token. Return also if generation is held and the scheduler is alive.
+        """
         manager = self._manager
         before: int | None = None
         while manager.last_tokens <= began:
@@ -132,7 +136,7 @@ class HealthApi:
             raise ServerUnavailableError("The server is starting: its first request was not answered yet.")
 
     async def _check_live(self) -> None:
-        """Raise unless the scheduler is alive.
+        """Raise an error unless the scheduler is alive.
 
         While a control call is in flight, the scheduler counts as alive, because an update may keep it from answering.
         """

@@ -128,14 +128,16 @@ class OpsApi:
         return PlainTextResponse(text + reply.message + "\n")
 
     async def freeze_gc(self, request: Request) -> Response:
-        """Return a line of text. Objects that exist now are left out of later garbage collections of the front process.
-        The scheduler does so at its start."""
+        """Exclude the present objects of the front process from later garbage collections. Return a line of text.
+
+        The scheduler does the same at its start.
+        """
         self._manager.check_serving()
         gc.freeze()
         return PlainTextResponse("Garbage collection frozen.\n")
 
     async def set_internal_state(self, request: Request) -> Response:
-        """Return [true] for no settings; 400 that names the settings otherwise."""
+        """Return [true] if there are no settings. Otherwise return 400, which names the settings."""
         given = (await self._body(request, SetInternalStateReq.__struct_fields__, {})).get("server_args")
         if not isinstance(given, dict):
             raise BadRequestError("server_args must be an object of settings.")
@@ -144,12 +146,12 @@ class OpsApi:
         return json_response([True])
 
     async def configure_logging(self, request: Request) -> Response:
-        """Return 200 with an empty body; 400 for a field that is set, because requests are not logged."""
+        """Return 200 with an empty body. Return 400 if a field is set, because requests are not logged."""
         await self._body(request, (), _LOGGING_REFUSED)
         return Response()
 
     async def refuse(self, request: Request) -> Response:
-        """Return 400 with the reason, and with what to do instead."""
+        """Return 400 with the reason and the alternative."""
         path = request.url.path.rstrip("/")
         raise BadRequestError(f"{path} is not supported: {_REFUSALS[path]}")
 

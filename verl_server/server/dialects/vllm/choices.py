@@ -19,7 +19,7 @@ from verl_server.server.request_state import ReqState
 from verl_server.server.slices import Slices
 
 _POSITIONS = 16
-"""Positions that are encoded between two looks at the clock."""
+"""Number of positions that are encoded between two checks of the clock."""
 _LOWEST = -9999.0
 """vLLM's value for a log-probability that is not finite, which JSON cannot hold."""
 
@@ -105,7 +105,7 @@ class InferenceChoices:
     async def _content(self, state: ReqState, start: int, end: int) -> orjson.Fragment:
         """Return the encoded list with an entry for each of the output tokens [start, end).
 
-        The text is put together here, because objects of hundreds of tokens for each answer take ten times as long.
+        The JSON text is assembled directly, because it takes ten times as long to encode objects of hundreds of tokens.
         """
         slices = Slices()
         entries: list[str] = []

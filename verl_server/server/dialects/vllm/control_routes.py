@@ -48,7 +48,7 @@ from verl_server.web.json_convert import read_struct
 S = TypeVar("S", bound=msgspec.Struct)
 
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
-"""vLLM's name of a pause mode -> ours."""
+"""vLLM's name of a pause mode -> this project's name."""
 _BROADCASTER_REFUSED = {
     "quantize_in_weight_transfer": "tensors in the layout of vLLM's kernels fit no other engine. Set "
     "weight_broadcast.quantize_in_weight_transfer=false",
@@ -75,7 +75,7 @@ class CollectiveRpcReq(msgspec.Struct, kw_only=True):
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the method."""
     timeout: float | None = None
-    """No effect: each method has the bound of its control request."""
+    """No effect, because each method has the time limit of its control request."""
 
 
 _CARRY_TENSORS = (VllmUpdateWeightsReq, CollectiveRpcReq)
@@ -109,7 +109,7 @@ class VllmControlApi:
             "skyrl_finish_weight_update": transfer.finish,
             "wake_up": self._sleep.wake_up,
         }
-        """The closed table of the names that RL clients call on vLLM's workers -> the call."""
+        """Name of a method that RL clients call on vLLM's workers -> the call. Other names are refused."""
 
     def operations(self) -> list[Operation]:
         transfer = self._transfer
@@ -197,7 +197,7 @@ class VllmControlApi:
         return json_response({"is_paused": self._manager.controls.is_paused})
 
     async def reload_weights(self, carry_out: CarryOut, weights_path: Any = msgspec.UNSET) -> dict[str, Any]:
-        """Return {"status": "ok"}, when the weights of the server's start are loaded again."""
+        """Load the weights of the server's start again, and return {"status": "ok"}."""
         path = self._manager.server_args.model_path if weights_path is msgspec.UNSET else path_text(weights_path)
         await carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
         return {"status": "ok"}
@@ -212,7 +212,7 @@ class VllmControlApi:
         return json_response({"world_size": self._manager.server_args.tp_size})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Return {"success"}. False: running requests hold the cache."""
+        """Empty the prefix cache. Return {"success"}, which is false if running requests hold the cache."""
         retract = query_flag(request, "reset_running_requests", False)
         query_flag(request, "reset_external", False)
         was_paused = self._manager.controls.is_paused
@@ -226,7 +226,7 @@ class VllmControlApi:
         return json_response({"success": reply.success})
 
     async def reset_absent_cache(self, request: Request) -> Response:
-        """Return 200: there is no cache of images or of an encoder."""
+        """Do nothing and return 200, because there is no cache of images or of an encoder."""
         self._manager.check_serving()
         return Response()
 
@@ -291,7 +291,10 @@ class VllmControlApi:
         refused: Mapping[str, str] = {},
         **others: Any,
     ) -> Operation:
-        """Return the operation of a call whose arguments are the fields of `body`. It answers what the call returns."""
+        """Return the operation of a call whose arguments are the fields of `body`.
+
+        Its answer is the result of the call.
+        """
 
         async def handler(request: Request) -> Response:
             given = {} if body is None else msgspec.structs.asdict(await self._parse(request, body, refused))
@@ -327,7 +330,7 @@ class VllmControlApi:
 
 
 def pause_mode(given: str) -> PauseMode:
-    """Return our name of a pause mode of vLLM. Raise BadRequestError for another name."""
+    """Return this project's name of a pause mode of vLLM. Raise BadRequestError for an unknown name."""
     if given not in PAUSE_MODES:
         raise BadRequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, not {given!r:.100}.")
     return PAUSE_MODES[given]

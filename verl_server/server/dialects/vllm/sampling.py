@@ -1,4 +1,4 @@
-"""The `sampling_params` of vLLM, and their conversion into SGLang's, which the rest of the server knows."""
+"""The `sampling_params` of vLLM, and their conversion into SGLang's, which the rest of the server uses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class VllmSamplingParams(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     """Largest number of output tokens. Default: as many as the context has room for."""
     min_tokens: int = 0
-    """Number of output tokens before which nothing ends the output: no EOS, stop token or stop string."""
+    """Fewest output tokens. Before this number, no EOS, stop token or stop string ends the output."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
@@ -145,7 +145,7 @@ class VllmSamplingParams(msgspec.Struct, kw_only=True):
         return params, names_of_unknown(raw, params)
 
     def sglang_params(self) -> dict[str, Any]:
-        """Return the settings under SGLang's names. Those that are off are left out."""
+        """Return the settings under SGLang's names. Settings that are off are omitted."""
         params: dict[str, Any] = {
             "n": self.n,
             "max_new_tokens": self.max_tokens,

@@ -1,6 +1,7 @@
-"""vLLM's sleep levels: which memory is released, and the pause that goes with them.
+"""vLLM's sleep levels: which memory each level releases, and the pause of generation during the sleep.
 
-`/sleep` pauses generation. Generation continues when `/wake_up` has restored all memory, unless it was paused before.
+`/sleep` pauses generation. When `/wake_up` has restored all memory, generation continues, unless it was paused before
+the sleep.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from verl_server.server.dialects.vllm.weight_transfer import CarryOut
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 _MEMORY = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
-"""vLLM's tag -> ours. vLLM's CUDA graphs stay valid; ours are released with the KV cache and captured again."""
+"""vLLM's tag -> this project's tags. vLLM's CUDA graphs stay valid.
+
+This server's graphs are released with the KV cache, and captured again.
+"""
 _SCHEDULING = "scheduling"
 """vLLM's tag for generation itself."""
 
@@ -27,7 +31,8 @@ class Sleep:
         self._paused = False
         """True if `/sleep` paused generation, which `/wake_up` continues then."""
         self._lock = asyncio.Lock()
-        """Held by the call that changes the state. What it read must not change before it acts."""
+        """Lock of the call that changes the state, so that the state does not change between its check and its action.
+        """
 
     async def sleep(self, carry_out: CarryOut, level: int, tags: list[str] | None, mode: PauseMode) -> None:
         """Pause generation. Release the KV cache at level 1 and 2, and the weights: level 1 keeps their contents on the

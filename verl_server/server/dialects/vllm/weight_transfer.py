@@ -33,7 +33,7 @@ CarryOut = Callable[[ControlReq], Awaitable[ControlReply]]
 S = TypeVar("S", bound=msgspec.Struct)
 
 GROUP_NAME = "vllm_weight_transfer"
-"""Name of the process group of the trainer of vLLM or prime-rl, of which a server has one."""
+"""Name of the process group of vLLM's or prime-rl's trainer. A server has at most one such group."""
 _BUFFER_BYTES = 1 << 30
 """vLLM's default for the size of a packed broadcast."""
 
@@ -107,16 +107,18 @@ class InitBroadcasterReq(msgspec.Struct, kw_only=True):
 
 
 class WeightTransfer:
-    """The calls. Their docstrings describe the routes. Keeps the arguments of the trainer's first call, because later
-    calls depend on them."""
+    """The calls, whose docstrings describe the routes.
+
+    The object keeps the arguments of the trainer's first call, because later calls depend on them.
+    """
 
     def __init__(self) -> None:
         self._init = InitInfo()
         self._has_broadcaster = False
-        """True if the group is that of prime-rl's trainer, which describes the tensors in its broadcasts."""
+        """True if the group belongs to prime-rl's trainer, which describes the tensors in its broadcasts."""
 
     async def init(self, carry_out: CarryOut, init_info: Any = None) -> dict[str, Any]:
-        """Return {"message"}, when the trainer and all ranks of the server have met."""
+        """Return {"message"} when the trainer and all ranks of the server have joined the group."""
         info = _converted("init_info", init_info, InitInfo)
         if info.nccl_unique_id_b64 is not None:
             raise BadRequestError(
@@ -150,8 +152,11 @@ class WeightTransfer:
     async def init_broadcaster(
         self, carry_out: CarryOut, host: str, port: int, rank_offset: int, inference_world_size: int
     ) -> dict[str, Any]:
-        """Return {"status": "ok"}, when the trainer and all inference ranks have met. Every later `/update_weights`
-        receives one broadcast of all weights from the trainer, until `/shutdown_weight_transfer_engine`."""
+        """Return {"status": "ok"} when the trainer and all inference ranks have joined the group.
+
+        Every later `/update_weights` receives one broadcast of all weights from the trainer, until
+        `/shutdown_weight_transfer_engine`.
+        """
         await self._join(carry_out, host, port, rank_offset + 1, inference_world_size + 1)
         self._has_broadcaster = True
         return {"status": "ok"}
@@ -167,7 +172,7 @@ class WeightTransfer:
         return {"message": "Weight transfer shut down"}
 
     async def _join(self, carry_out: CarryOut, address: str, port: int, rank_offset: int, world_size: int) -> None:
-        """Join a group, in place of an earlier one."""
+        """Join a group. Leave an earlier group first."""
         await self.shutdown(carry_out)
         await carry_out(
             InitWeightsUpdateGroupReq(
@@ -190,12 +195,16 @@ class WeightTransfer:
         return {"message": "Weight update started"}
 
     async def start_draft(self, carry_out: CarryOut) -> dict[str, Any]:
-        """Return 400: there is no draft model."""
+        """Return 400, because there is no draft model."""
         raise BadRequestError("There is no draft model. Use /start_weight_update.")
 
     async def finish(self, carry_out: CarryOut, weight_version: Any = None) -> dict[str, Any]:
-        """Return {"message", "not_covered"}. What was written since `/start_weight_update` is one new version.
-        `not_covered` has the number and the first names of the parameters that were not written."""
+        """Return {"message", "not_covered"}.
+
+        The tensors that were written since `/start_weight_update` are one new version.
+
+        `not_covered` has the number and the first names of the parameters that were not written.
+        """
         version = None if weight_version is None else str(weight_version)
         reply = await carry_out(EndWeightUpdateReq(weight_version=version))
         return {"message": "Weight update finished"} | _coverage(reply)
@@ -221,7 +230,7 @@ class WeightTransfer:
     async def _update_all(self, carry_out: CarryOut, path: str | None) -> None:
         """Receive what the trainer broadcasts, or load the folder `path` without a group.
 
-        With a group, the folder holds only the files by which the trainer and its orchestrator wait for each other.
+        With a group, the folder has no weights, but only files with which the trainer and its orchestrator synchronize.
         """
         if self._has_broadcaster:
             await carry_out(
@@ -285,7 +294,7 @@ class WeightTransfer:
 
 
 def path_text(given: Any) -> str:
-    """Return the path of weights that a caller gave. Raise BadRequestError for another value."""
+    """Return the caller's path of weights. Raise BadRequestError if the value is no path."""
     if not isinstance(given, str) or not given:
         raise BadRequestError(f"The path of the weights must be text, not {given!r:.100}.")
     return given
