@@ -35,7 +35,7 @@ ResetReturn = Observation | str | tuple[Observation | str, Info]
 StepReturn = tuple[Observation | str, float | None, bool] | tuple[Observation | str, float | None, bool, bool, Info]
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""OpenEnv's limit. Observations may be screenshots."""
+"""Largest message in bytes: OpenEnv's limit. Observations may be screenshots."""
 
 
 KEY_VARIABLE = "VERL_ENV_API_KEY"
@@ -110,13 +110,13 @@ class EnvTimeouts:
     connect: float = 10.0
     """Time for opening the connection."""
     capacity: float = 60.0
-    """Time for which a server that is full is asked again."""
+    """Time for which the connection to a full server is tried again."""
     reset: float = 60.0
     """Time for `reset`, which may have to start a sandbox."""
     step: float = 30.0
     """Time for one `step`."""
     close: float = 2.0
-    """Time for closing the connection, which is dropped afterwards."""
+    """Time for closing the connection. After this time the connection is dropped."""
 
     def __post_init__(self) -> None:
         check_seconds("EnvTimeouts", self, [field.name for field in fields(self)])
@@ -277,7 +277,7 @@ def _is_local(url: str) -> bool:
 
 
 def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
-    """Return the `data` of a message of type `answer`. Raise EnvError for everything else."""
+    """Return the `data` of a message of type `answer`. Raise EnvError for any other message."""
     try:
         message = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -1,8 +1,8 @@
 """`Episode`: one policy plays one episode. `AgentLoop` runs many episodes, interleaved or in lock step.
 
 An episode begins with `open`. Turns of `request`, generation, `accept` and `act` follow until `trajectory.stop_reason`
-is set. `play` does all of it at the episode's own pace. A fault of the environment or of the server raises nothing: it
-ends the trajectory, which keeps the reason and the error.
+is set. `play` does all of this at the episode's own pace. A fault of the environment or of the server raises nothing:
+it ends the trajectory, which keeps the reason and the error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 from verl_server.sampling_params import EDITS, FILTERS, GRAMMARS
 
 _MAX_RESUMES = 1000
-"""Aborted generations that one episode resumes. It bounds an episode whose server aborts every generation."""
+"""The most aborted generations that one episode resumes. It bounds an episode whose server aborts every generation."""
 _RESUME_PAUSE = 0.02
 """Seconds between an aborted generation and the next attempt."""
 
@@ -261,8 +261,8 @@ class Episode:
     def _policy(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         """Return a server's report about the policy's distribution, as arguments of `append_output`.
 
-        Servers of other projects say nothing. Their log-probabilities count as the policy's if nothing was requested
-        that edits or filters a distribution.
+        Servers of other projects report nothing. Their log-probabilities count as the policy's if no requested
+        parameter edits or filters the distribution.
         """
         known = meta.get("policy_logprobs")
         if known is None:

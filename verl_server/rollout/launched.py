@@ -1,4 +1,4 @@
-"""Programs that are not trusted: they run with limits, in a given environment, and ended with all of their descendants.
+"""Runs programs that are not trusted, with limits and given environment variables. Ends them with all descendants.
 
 Agents that are programs and the code tool use it. `launcher.py` is the process between this one and the program.
 """
@@ -19,7 +19,7 @@ import msgspec
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _TAIL_BYTES = 4000
 _EXIT_SECONDS = 15.0
-"""Time for the launcher to end all descendants, beside the grace."""
+"""Seconds for the launcher to end all descendants, in addition to the grace."""
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -27,10 +27,10 @@ class Program(msgspec.Struct, frozen=True):
 
     argv: list[str]
     env: dict[str, str]
-    """The whole environment."""
+    """All environment variables of the program."""
     cwd: str
     limits: dict[str, int]
-    """Names of RLIMIT_… and their values."""
+    """Resource limits: name of RLIMIT_… -> value."""
     log: Path
     """File for the output."""
     log_bytes: int
@@ -106,7 +106,7 @@ def _exit(answer: bytes, output: str) -> Exit:
 def kill_marked(variable: str) -> int:
     """Kill every process whose environment has this NAME=VALUE, and return their number.
 
-    This finds what a program left behind after it had killed its own launcher.
+    This finds descendants of a program that killed its own launcher.
     """
     killed, mark = 0, variable.encode()
     for folder in Path("/proc").glob("[0-9]*"):

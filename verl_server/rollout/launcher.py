@@ -22,7 +22,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 10.0
-"""Time for descendants to vanish after SIGKILL."""
+"""Seconds for descendants to end after SIGKILL."""
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ class _Log:
             self._left -= len(data)
 
     def drain(self, descriptor: int) -> None:
-        """Read what is left in the pipe."""
+        """Read the rest of the data in the pipe."""
         os.set_blocking(descriptor, False)
         try:
             while data := os.read(descriptor, 65536):
@@ -126,7 +126,7 @@ def _reap() -> dict[int, int]:
 def _end_all(grace: float, program: int | None) -> dict[int, int]:
     """End every descendant, and return the exit codes that this process collected.
 
-    If the program has ended by itself, what it left behind gets no grace.
+    If the program has ended by itself, its descendants are killed without a grace.
     """
     ended = _reap()
     if program is not None:
@@ -136,7 +136,7 @@ def _end_all(grace: float, program: int | None) -> dict[int, int]:
 
 
 def _wait_all(seconds: float, again: int | None) -> dict[int, int]:
-    """Wait until there is no descendant, and send the signal `again` meanwhile."""
+    """Wait until there is no descendant. Send the signal `again` to the remaining descendants during the wait."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + seconds
     while True:
@@ -157,7 +157,7 @@ def _send(number: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """Return all living processes below this one. Zombies are left out."""
+    """Return all living descendants of this process, without zombies."""
     parents: dict[int, tuple[int, str]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,4 +1,4 @@
-"""`play_in_lockstep`: play a batch of episodes in which every turn waits for the slowest one.
+"""`play_in_lockstep`: play a batch of episodes in which every turn waits for the slowest episode.
 
 `AgentLoop.run_lockstep` calls it. It serves comparisons (`pace`).
 """

@@ -1,4 +1,4 @@
-"""Renderers: from an environment's observations to tokens, and from sampled tokens to actions.
+"""Renderers: convert an environment's observations into tokens, and sampled tokens into actions.
 
 An `Episode` calls its renderer for each observation and each action. An observation becomes tokens once, when it
 arrives. Sampled tokens are never tokenized again. `AnswerReader` separates the sampled text from the policy's
@@ -29,7 +29,7 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 
 
 class ActionError(VerlServerError):
-    """The policy's text is no action. The episode goes on with `observation`, which says why."""
+    """The policy's text is no action. The episode continues with `observation`, which states the reason."""
 
     def __init__(self, message: str, observation: Observation) -> None:
         super().__init__(message)
@@ -111,7 +111,7 @@ class ActionReader:
 
 
 class TokenizerRenderer:
-    """What `TextRenderer` and `ChatRenderer` have in common: the action is in the answer, without the reasoning."""
+    """The common base of `TextRenderer` and `ChatRenderer`: the action is in the answer, without the reasoning."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class TokenizerRenderer:
         self._answers = AnswerReader(tokenizer, template, reasoning_parser)
 
     def for_server(self, reasoning_parser: str | None) -> Self:
-        """Return this renderer with a server's setting, which is used if the renderer was made without one."""
+        """Return this renderer with a server's setting. The setting is used if the renderer has none of its own."""
         if self._parser is not None or reasoning_parser is None:
             return self
         other = copy.copy(self)
@@ -178,9 +178,9 @@ class TextRenderer(TokenizerRenderer):
 class ChatRenderer(TokenizerRenderer):
     """Renders the model's chat template: observations are user messages, actions are assistant messages.
 
-    A later observation is rendered after a placeholder conversation, of which everything up to the placeholder's answer
-    is cut off. What remains begins with the template's marks between an answer and the next user message, and contains
-    no sampled token.
+    A later observation is rendered after a placeholder conversation, and everything up to the placeholder's answer is
+    cut off. The rest begins with the template's marks between an answer and the next user message, and contains no
+    sampled token.
     """
 
     _PLACEHOLDER = "\u2063placeholder\u2063"

@@ -1,4 +1,4 @@
-"""Event loops: calls that cannot be made in a running one (`refuse_running_loop`), and coroutines side by side."""
+"""Helpers for event loops: `refuse_running_loop` for calls that cannot run in one, and coroutines side by side."""
 
 from __future__ import annotations
 

@@ -90,9 +90,12 @@ class Turn(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     """Finish type of the generation: stop, length or abort."""
     policy_logprobs: PolicyLogprobs = "unknown"
-    """The place of the action's log-probabilities under the policy, the log-softmax of (the model's logits /
-    temperature): "same": in `Trajectory.logprobs`; "given": in `Trajectory.policy_logprobs`, because the action was
-    sampled under a mask, a penalty or a bias; "unknown": nowhere, so that no trainer can use the action."""
+    """Field with the action's log-probabilities under the policy, the log-softmax of (the model's logits /
+    temperature).
+
+    "same": `Trajectory.logprobs`. "given": `Trajectory.policy_logprobs`, because the action was sampled under a mask, a
+    penalty or a bias. "unknown": no field has them, so no trainer can use the action.
+    """
     sampling: dict[str, Any] = {}
     """Parameters that shaped the distribution: `session_types.BranchTurn.sampling`. {} if they were not recorded."""
     overridden: dict[str, Any] = {}
@@ -159,7 +162,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     @property
     def trained_mask(self) -> list[int]:
-        """1 for a token to train on: one that was sampled, and that had an alternative."""
+        """Return 1 for each token to train on: a token that was sampled and that had an alternative.
+
+        0 for other tokens.
+        """
         if not self.has_choice:
             return self.loss_mask
         return [mask & choice for mask, choice in zip(self.loss_mask, self.has_choice, strict=True)]
@@ -288,7 +294,7 @@ class RolloutStats(msgspec.Struct, kw_only=True):
     sampled_tokens: int
     """Number of sampled tokens."""
     generate_seconds: float
-    """Sum over the trajectories, which run side by side: it exceeds the wall time."""
+    """Seconds, summed over the trajectories. The sum exceeds the wall time, because trajectories run side by side."""
     env_seconds: float
     """Sum of the times in which trajectories waited for their environments."""
     unsampled: int

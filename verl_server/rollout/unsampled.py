@@ -1,7 +1,8 @@
-"""Episodes in which the policy had no part: they end with a reward or at a limit, and no token was sampled in them.
+"""Episodes without a sampled token: they end with a reward or at a limit, but the policy had no part in them.
 
-An agent that calls another server than its session plays such episodes, and a first prompt that fills the context ends
-as one. They are counted as `unsampled`, are in no mean reward, and are left out of training. The first one is logged.
+There are two causes: an agent that calls another server than its session's, and a first prompt that fills the context.
+These episodes are counted as `unsampled`, are in no mean reward, and are not trained on. The first unsampled episode is
+logged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def remedy(*, too_long: bool, agent: bool) -> str:
 
 
 class UnsampledNotice:
-    """The notice of the first unsampled episode, with the remedy. The others are counted elsewhere."""
+    """The notice of the first unsampled episode, with the remedy. Other modules count the others."""
 
     def __init__(self, *, agent: bool) -> None:
         """`agent` is True if an agent plays the episodes, and False if `AgentLoop` does."""

@@ -4,9 +4,9 @@
 the server recorded. An episode whose history the agent edited, or that has sub-agents, is several trajectories.
 
 The trainer computes the distribution of its policy at one temperature, without penalties, bias and filters. So these
-are fixed for the agent's sessions: `TrainArgs.agent_sampling` says whether a request that asks for something else is
-sampled with the fixed values, which its turn records, or refused. Masks (grammars of tool calls and answers) are the
-agent's choice, and the records say what they did.
+parameters are fixed for the agent's sessions. If a request sets other values, `TrainArgs.agent_sampling` decides if the
+request is refused, or sampled with the fixed values; then the turn records this. Masks (grammars of tool calls and
+answers) are the agent's choice, and the records contain their effect.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UNEDITED: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "logit_bias": None,
 }
-"""Sampling parameters with which a token is drawn from the policy itself, or from what a mask leaves of it."""
+"""Sampling parameters with which a token is drawn from the policy's own distribution, or from its part under a mask."""
 
 
 class AgentGroups:
@@ -168,7 +168,7 @@ class AgentGroups:
         return Rollout(trajectories=trajectories, seconds=played.seconds)
 
     def _warn(self, trajectories: Sequence[Trajectory]) -> None:
-        """Log once for each sampling parameter that the agent set in vain."""
+        """Log once for each sampling parameter that the agent set and that was overridden."""
         for trajectory in trajectories:
             for turn in trajectory.turns:
                 for name, value in turn.overridden.items():

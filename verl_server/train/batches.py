@@ -1,11 +1,11 @@
-"""Micro-batches: trajectories packed into tensors whose size, padding included, stays within a token budget.
+"""Micro-batches: packs trajectories into tensors whose size, including padding, stays within a token budget.
 
 `PolicyTrainer` packs the trajectories of each optimizer step. Trajectories of similar length share a micro-batch, so
 that little of it is padding.
 
-The probability ratio of a token is computed with the log-probability of the policy itself, also if the token was drawn
-under a mask, a penalty or a bias. A token beside which a mask allowed no other token says nothing about the policy, and
-is left out. A token whose record does not have the log-probability of the policy is refused (`check_usable`).
+The probability ratio of a token is computed with the log-probability of the policy itself, even if the token was drawn
+under a mask, a penalty or a bias. If a mask allowed only one token, this token carries no information about the policy,
+and is not trained on. A token whose record does not have the log-probability of the policy is refused (`check_usable`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sample:
 def check_usable(trajectories: Sequence[Trajectory], temperature: float | None = None) -> None:
     """Raise BadRequestError if the log-probability of a token to train on is not that of the policy at `temperature`.
 
-    None permits any temperature. A turn that does not record its temperature was sampled at that of the trainer.
+    None permits any temperature. If a turn has no recorded temperature, it was sampled at the trainer's temperature.
     """
     for trajectory in trajectories:
         mask = trajectory.trained_mask

@@ -58,11 +58,11 @@ class Progress:
 
 
 class CheckpointError(VerlServerError):
-    """A checkpoint could not be written. The one before it is still there."""
+    """A checkpoint could not be written. The checkpoint before it still exists."""
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """Return the checkpoint of the highest step, or None. `check_checkpoint` finds out whether it is whole."""
+    """Return the checkpoint of the highest step, or None. `check_checkpoint` checks if it is complete."""
     return max(_checkpoints(out), key=_step_of, default=None)
 
 
@@ -94,7 +94,7 @@ def check_checkpoint(folder: Path) -> Progress:
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
-    """Write the run.json of a folder that holds all other files of a checkpoint."""
+    """Write the run.json of a checkpoint, after all other files were written to its folder."""
     values = {name: value for name, value in asdict(progress).items() if value is not None}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     checksums = _file_checksums(files)
@@ -112,7 +112,7 @@ def _read_values(folder: Path) -> dict[str, Any]:
 
 
 def _progress(values: dict[str, Any], folder: Path) -> Progress:
-    """Return the progress in run.json of a checkpoint. Raise BadRequestError if it is not that of this folder."""
+    """Return the progress in run.json of a checkpoint. Raise BadRequestError if run.json belongs to another folder."""
     file = folder / "run.json"
     known = {"files", *(field.name for field in fields(Progress))}
     if unknown := sorted(values.keys() - known):

@@ -142,7 +142,7 @@ class DemoDisplay:
         return m.env_seconds / max(1e-9, m.env_seconds + m.generate_seconds)
 
     def _log(self, text: str) -> None:
-        """Print one line. A narrow console does not wrap it."""
+        """Print a message on one line, which a narrow console does not wrap."""
         line = f"[{time.monotonic() - self._started:6.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 

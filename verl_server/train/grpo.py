@@ -50,13 +50,15 @@ _PROBE_SECONDS = 1.0
 
 
 def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) -> list[Sample]:
-    """Return the trajectories to train on. The advantage of each is its reward minus the mean reward of its group.
+    """Return the trajectories to train on.
+
+    The advantage of a trajectory is its reward minus the mean reward of its group.
 
     An episode of an agent may have several branches. The episode counts once in its group, and each of its branches
     gets the episode's advantage. Tokens that branches share are in the loss mask of one of them only.
 
-    Episodes without a reward (the environment or the server failed) are left out, and so are groups with equal rewards,
-    because their advantages are 0. `normalize_std` divides by the standard deviation of the group.
+    Two kinds are omitted: episodes without a reward (the environment or the server failed), and groups with equal
+    rewards, because their advantages are 0. `normalize_std` divides by the standard deviation of the group.
     """
     groups: dict[int, list[list[Trajectory]]] = {}
     for branches in by_episode(t for t in trajectories if t.is_trainable):

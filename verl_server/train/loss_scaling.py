@@ -2,7 +2,7 @@
 
 `PolicyTrainer` calls `backward` for each micro-batch, `unscale` before it clips the gradients, and then either `update`
 together with the optimizer step, or `lower` in its place. torch's `GradScaler` holds the scale. Without scaling (any
-other dtype), `backward` is a plain one, and the other methods do nothing.
+other dtype), `backward` is a plain backward pass, and the other methods do nothing.
 """
 
 from __future__ import annotations

@@ -56,13 +56,13 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     turns: int = 0
     sampled_tokens: int = 0
     forced_tokens: int = 0
-    """Sampled tokens beside which a mask allowed no other one. They are left out of the loss."""
+    """Sampled tokens that were the only token that a mask allowed. They are not in the loss."""
     generate_seconds: float = 0.0
     """Time spent waiting for the server, summed over the episodes."""
     env_seconds: float = 0.0
     """Time spent waiting for the environment, summed over the episodes."""
     seconds: float = 0.0
-    """Wall time of the rollout; after a merge, that of the slowest rank."""
+    """Wall time of the rollout. After a merge, it is the time of the slowest rank."""
     stop_reasons: dict[str, int] = {}
     failures: list[Failure] = []
 
@@ -208,7 +208,7 @@ class StepMetrics:
     ranks: int
     """Number of trainer ranks."""
     reward: float | None
-    """Mean reward of the episodes that have one and a sampled token."""
+    """Mean reward of the episodes that have a reward and a sampled token."""
     trajectories: int
     """Number of episodes."""
     failed: int
@@ -223,8 +223,10 @@ class StepMetrics:
     """Mean number of turns."""
     sampled_tokens: int
     forced_share: float
-    """Share of the sampled tokens beside which a mask (a forced tool call, a grammar) allowed no other one. They are
-    left out of the loss."""
+    """Share of the sampled tokens that were the only token that a mask (a forced tool call, a grammar) allowed.
+
+    They are not in the loss.
+    """
     tokens_per_s: float
     """Sampled tokens per second of rollout."""
     logprob_gap: float | None

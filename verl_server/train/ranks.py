@@ -57,7 +57,7 @@ def all_ranks(timeout: float = RANK_TIMEOUT) -> RankGroup:
 class SaveGroup:
     """The connections through which the ranks save. They are on the CPU, and every wait has a bound.
 
-    No other code uses them, so that a collective that failed elsewhere cannot mix in.
+    No other code uses them, so a collective that failed elsewhere cannot interfere.
     """
 
     ranks: RankGroup
@@ -91,7 +91,7 @@ def attach_engine(
     admin_api_key: str | None = None,
     rank_timeout: float = RANK_TIMEOUT,
 ) -> VerlEngine:
-    """Attach to a rollout server that is running on this host. It keeps running when the engine is shut down."""
+    """Attach to a rollout server on this host. The server continues to run when the engine is shut down."""
     return VerlEngine(
         _cpu_mesh(), server_url=url, api_key=api_key, admin_api_key=admin_api_key, rank_timeout=rank_timeout
     )

@@ -1,4 +1,4 @@
-"""A training run from the command line: what surrounds the steps of an algorithm.
+"""A training run from the command line: everything around the steps of an algorithm.
 
 `grpo` calls `main`. `train` loads the model, launches the rollout server or attaches to it, continues from a checkpoint
 with `--resume`, runs the steps, and saves the run.
@@ -72,7 +72,7 @@ class Player(Protocol):
 
     @property
     def is_agent(self) -> bool:
-        """True if an agent of the user plays, which may call another server than that of its session."""
+        """True if an agent of the user plays. Such an agent may call another server than its session's."""
 
     def start(
         self,

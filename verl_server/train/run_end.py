@@ -1,12 +1,11 @@
-"""`RunEnd`: whatever ends a training run, all ranks learn it, agree on one state of the weights, and save it.
+"""`RunEnd`: at the end of a training run, for any reason, all ranks agree on one state of the weights and save it.
 
-`run.py` makes one for each run. If the run ends with an error on one rank, the others may wait for that rank in a
+`run.py` creates one for each run. If the run ends with an error on one rank, the others may wait for that rank in a
 collective, which nothing can interrupt. So each rank has a watch thread. The watch thread learns through torch's store
 that a rank has failed. If the main thread does not arrive within `_GRACE` seconds, the watch thread saves in its place
-and ends the process. Saving needs the stored weights and connections of its own only (`SaveGroup`).
-
-Optimizer steps go through `StepCounter`. A rank that is one step behind completes the step, which needs no other rank.
-If a rank is gone, or an optimizer step failed halfway, nothing is saved, and the last checkpoint stays.
+and ends the process. To save, a rank needs only the stored weights and separate connections (`SaveGroup`).
+`StepCounter` counts optimizer steps. A rank that is one step behind completes this step, which needs no other rank. If
+a rank has died, or an optimizer step failed halfway, nothing is saved, and the last checkpoint stays.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ class StepCounter:
         self.applied = 0
         """Number of complete optimizer steps."""
         self.last_step: int | None = None
-        """The training step of the last of them."""
+        """The training step of the last complete optimizer step."""
         self.is_torn = False
         """True if an optimizer step failed halfway, so that weights and optimizer state do not fit each other."""
         self.written: torch.cuda.Event | None = None
-        """On CUDA: when the weights of the last step are written."""
+        """On CUDA: event after the writes of the last step's weights."""
         self._limit: int | None = None
         self._changed = threading.Condition()
 
@@ -92,7 +91,7 @@ class StepCounter:
 
 
 class Progressing(msgspec.Struct, array_like=True):
-    """The progress of a rank. The largest numbers of all ranks hold for all of them."""
+    """The progress of a rank. The largest numbers of any rank apply to all ranks."""
 
     next_step: int
     version: int

@@ -84,7 +84,7 @@ class StopRequest:
         return RunStoppedError(f"The run was stopped by {number.name}.", number)
 
     def forward(self, number: int) -> None:
-        """Stop this rank because another rank was asked to stop. Any thread may call it."""
+        """Stop this rank because another rank received a request to stop. Any thread may call it."""
         if self.signal_number is None:
             self._is_forwarded = True
             signal.pthread_kill(threading.main_thread().ident or 0, number)  # also wakes an event loop

@@ -48,7 +48,10 @@ _LIMIT_REASONS = {
     "max_context": StopReason.CONTEXT_FULL,
 }
 _SERVER_SLACK = 60.0
-"""Seconds by which the server's own bounds of a session exceed the runner's. They clean up after a dead runner."""
+"""Seconds by which the server's time limits of a session exceed the runner's.
+
+The server's limits end the sessions of a runner that died.
+"""
 
 
 @dataclass
@@ -75,7 +78,7 @@ class Progress:
 
     @property
     def in_environment(self) -> int:
-        """Episodes that wait for their environment now."""
+        """Number of episodes that wait for their environment now."""
         return sum(referee.waiting > 0 for referee in self.referees)
 
 
@@ -176,7 +179,7 @@ class AgentPlayer:
     async def _agent_end(
         self, client: SessionsClient, created: CreatedSession, episode: AgentEpisode, referee: Referee | None
     ) -> End:
-        """Run the agent until it ends or reaches a bound, and return the `End`. The agent has ended by then."""
+        """Run the agent until it ends or reaches a limit, and return the `End`. At the return the agent has ended."""
         session = AgentSession(
             session_id=created.id,
             base_url=client.url + created.base_url,
@@ -218,7 +221,10 @@ class AgentPlayer:
             )
 
     async def _ended(self, agent: asyncio.Future[Any]) -> None:
-        """Cancel the agent and wait for its end. A function that ignores its cancellation is left behind."""
+        """Cancel the agent and wait for its end.
+
+        A function that ignores its cancellation continues to run, unattended.
+        """
         agent.cancel()
         bound = self.limits.kill_grace if callable(self.agent) else None  # the end of a program has its own bound
         await asyncio.wait([agent], timeout=bound)
@@ -227,7 +233,10 @@ class AgentPlayer:
 
     @staticmethod
     async def _judged(end: End, client: SessionsClient, run: str | None) -> End:
-        """Return `end`, as GENERATION_ERROR if an agent failed and its server is away or no longer has run `run`."""
+        """Return `end`.
+
+        If an agent failed because its server is away or is no longer the run `run`, make it GENERATION_ERROR.
+        """
         if end.reason is StopReason.AGENT_ERROR and (not await client.is_alive() or client.run != run):
             end.reason = StopReason.GENERATION_ERROR
             end.error = f"The server ended meanwhile. {end.error}"
@@ -301,7 +310,7 @@ class AgentPlayer:
             await client.delete(session_id)
 
     async def _retried(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call while the server is away, for at most `restart_timeout`."""
+        """Repeat a call while the server is away, for at most `restart_timeout` seconds."""
         deadline = time.monotonic() + self.limits.restart_timeout
         while True:
             try:

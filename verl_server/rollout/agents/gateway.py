@@ -41,12 +41,15 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
 _KEEP_ALIVE = 3600
-"""Seconds that an idle connection stays open. A program is silent while it generates; if the gateway closed the
-connection meanwhile, the program's next call could fail. The connection ends with the program."""
+"""Seconds that an idle connection stays open.
+
+A program sends nothing to the gateway while it generates. If the gateway closed the connection during that time, the
+program's next call could fail. The connection ends with the program.
+"""
 
 
 class GuardedEnvironment:
-    """One episode of an environment, as the agent sees it. The rewards stay with the runner (`Referee`)."""
+    """One episode of an environment without its rewards, for the agent. Only the runner has the rewards (`Referee`)."""
 
     def __init__(self, referee: Referee) -> None:
         self.__referee = referee
@@ -91,11 +94,11 @@ class Referee:
         self.done = False
         self.reward = 0.0
         self.calls = 0
-        """Number of calls that began. With `waiting`, it shows that the agent is active."""
+        """Number of calls that have begun. Together with `waiting`, the number shows that the agent is active."""
         self.waiting = 0
         """Number of calls that run now."""
         self.fault: asyncio.Future[EnvError] = asyncio.get_running_loop().create_future()
-        """The first fault of the environment, when there is one."""
+        """The first fault of the environment, None before a fault."""
         self.events: list[tuple[str, float, float]] = []
 
     async def reset(self, seed: int | None) -> None:
@@ -121,7 +124,7 @@ class Referee:
         return await self._bounded("call", self._environment.call(name, arguments))
 
     async def close(self) -> None:
-        """Close the environment within its bound. Raise nothing."""
+        """Close the environment within its time limit. Raise nothing."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._seconds):
                 await self._environment.close()
@@ -162,7 +165,7 @@ class Referee:
 
 
 def _violation(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
-    """Return where and how arguments violate a tool's schema; None if they follow it, or the schema is unusable."""
+    """Return where and how arguments violate a tool's schema. None if they are valid, or if the schema is unusable."""
     try:
         validator = validator_for(schema, default=Draft202012Validator)(
             schema, registry=Registry()
@@ -253,7 +256,7 @@ class EnvironmentGateway:
 class _Server(GuardedServer):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to the program that this server runs in."""
+        """Install no signal handlers, because they belong to the program in which this server runs."""
         yield
 
 

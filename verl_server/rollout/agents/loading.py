@@ -25,9 +25,9 @@ _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
 def load_agent(
     text: str, tools: Sequence[str] = (), system: str | None = None, max_turns: int | None = None
 ) -> AgentFunction | list[str]:
-    """Return the function that `text` names, the tool loop, or the words of a command.
+    """Return the agent that `text` names: a function, the tool loop, or a command as a list of words.
 
-    The other arguments are for the tool loop. Raise BadRequestError if the text or another argument is wrong.
+    The other arguments are options of the tool loop. Raise BadRequestError if the text or another argument is wrong.
     """
     if text == "tools":
         functions = [load_function(tool, "tool") for tool in tools]
@@ -49,7 +49,7 @@ def environment_factory(name: str) -> EnvironmentFactory:
 
 
 def load_reward(text: str | None, agent: Any, environment: EnvironmentFactory | None) -> Reward:
-    """Return the reward that `--reward` names. The default is the environment's, or the exit of a program."""
+    """Return the reward that `--reward` names. The default is the environment's reward, or the exit of a program."""
     if text is None:
         if environment is None and callable(agent):
             raise BadRequestError("--reward is needed: MODULE:function, because there is no environment.")
@@ -75,7 +75,7 @@ def read_tasks(path: Path) -> list[AgentTask]:
 
 
 def _task(line: bytes, where: str, seed: int) -> AgentTask:
-    """Return the task of a line. `seed` is the seed of a line that is an input only."""
+    """Return the task of a line. If the line is only an input, `seed` is the task's seed."""
     content = parse_json(line, where)
     is_task = isinstance(content, dict) and bool(content) and content.keys() <= {"seed", "input", "environment"}
     return convert(content, AgentTask, where) if is_task else AgentTask(seed=seed, input=content)

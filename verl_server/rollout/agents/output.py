@@ -6,8 +6,8 @@
     agents/             the output of programs, TASK-MEMBER-ATTEMPT.log
     summary.json        figures of the whole run
 
-An episode's trajectories are written before its line in episodes.jsonl. Trajectories without such a line are removed
-when the run is resumed, and so is a line that was cut off.
+An episode's trajectories are written before its line in episodes.jsonl. When the run is resumed, trajectories without
+such a line are removed, and a line that was cut off is removed, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     final: bool
     """True if no other attempt follows in this run."""
     sampled: int | None = None
-    """Sampled tokens of all branches, those of sub-agents' sessions included. None: a run of an earlier version."""
+    """Number of sampled tokens of all branches, including sub-agents' sessions. None in a run of an earlier version."""
 
     @property
     def is_unsampled(self) -> bool:
@@ -147,7 +147,7 @@ class RunFolder:
         return {(entry.task, entry.member): entry for entry in lines if entry.final}
 
     def begin(self, models: Sequence[str] = ()) -> None:
-        """Begin to write: store the settings of a new run, or remove what an interruption left half-written.
+        """Begin to write: store the settings of a new run, or remove incomplete lines of an interrupted run.
 
         `models` are the known models of the servers. Raise BadRequestError if a resumed run had others.
         """
@@ -183,11 +183,11 @@ class RunFolder:
         return branches
 
     def lines(self) -> list[EpisodeLine]:
-        """Return all attempts so far, with those before the resumption."""
+        """Return all attempts so far, including attempts before the resumption."""
         return read_lines(self._episodes)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return all trajectories so far, with those before the resumption."""
+        """Return all trajectories so far, including trajectories before the resumption."""
         return read_jsonl(self._trajectories) if self._trajectories.exists() else []
 
     def write_summary(self, seconds: float, expected: int) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class RunFolder:
         return f" The reward of {lost} episodes failed: correct its function, and --resume plays them again."
 
     def _read(self) -> _Left:
-        """Read the episodes that an earlier part of the run left, without those whose trajectories were lost."""
+        """Read the episodes of an earlier part of the run, without episodes whose trajectories were lost."""
         for file in (self._episodes, self._trajectories):
             if not file.exists():
                 raise BadRequestError(f"{file} of this run is missing. Restore it, or name another folder.")
@@ -238,7 +238,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class _Left:
-    """The episodes that remain of the earlier part of a run."""
+    """The episodes of an earlier part of the run that are complete."""
 
     lines: list[EpisodeLine]
     kept: set[tuple[int, int, int]]
@@ -358,7 +358,7 @@ def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:
 
 
 def _without_repeated(lines: Sequence[EpisodeLine], file: Path) -> list[EpisodeLine]:
-    """Return the lines without repeated final lines: the last final line of each episode is kept."""
+    """Remove repeated final lines, and return the rest. The last final line of each episode is kept."""
     last = {(entry.task, entry.member): number for number, entry in enumerate(lines) if entry.final}
     kept = [e for number, e in enumerate(lines) if not e.final or last[e.task, e.member] == number]
     if len(kept) < len(lines):
@@ -370,7 +370,7 @@ def _without_repeated(lines: Sequence[EpisodeLine], file: Path) -> list[EpisodeL
 
 
 def _rewrite(path: Path, records: Iterable[Any]) -> None:
-    """Replace the content of a file at once."""
+    """Replace the content of a file atomically."""
     new = path.with_suffix(".tmp")
     new.unlink(missing_ok=True)
     append_jsonl(new, records)

@@ -1,7 +1,7 @@
-"""An agent that is a program: a subprocess in an environment that is built from nothing.
+"""An agent that is a program: a subprocess whose environment variables are set explicitly. `episode.py` starts it.
 
-`episode.py` starts it. The program sees the base URL and the key of its own session, never the owner's key. Its
-resource limits, its output and its end are those of `rollout.launched`.
+The program gets the base URL and the key of its own session, never the owner's key. `rollout.launched` limits its
+resources, captures its output and ends it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def run_program(
 def _environment(
     session: AgentSession, folder: Path, task_file: Path, environment_url: str | None, pass_env: Sequence[str]
 ) -> dict[str, str]:
-    """Return the variables of the program, which inherits none."""
+    """Return the environment variables of the program, which inherits none."""
     env = {name: os.environ[name] for name in pass_env if name in os.environ}
     env |= {
         "PATH": os.environ.get("PATH", os.defpath),
@@ -113,7 +113,7 @@ def _resource_limits(limits: AgentLimits) -> dict[str, int]:
 
 @contextlib.contextmanager
 def memory_hidden() -> Iterator[None]:
-    """Keep other processes of this user from reading the memory and the environment of this one (Linux)."""
+    """Keep other processes of this user from reading this process's memory and environment (Linux)."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "prctl"):
         yield

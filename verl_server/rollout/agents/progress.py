@@ -1,6 +1,6 @@
 """The live view of an agent run: its figures in a terminal, a line every few seconds elsewhere.
 
-`cli.py` shows it. `Progress` (episode.py) says what runs now; the episodes that ended are counted here.
+`cli.py` shows it. `Progress` (episode.py) has the running episodes. This module counts the episodes that have ended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ProgressView:
             self._rewards.append(episode.reward)
 
     def facts(self) -> dict[str, str]:
-        """Return what the view shows, by name."""
+        """Return {name: figure} of the figures in the view."""
         began = self._progress.began  # the start of a server is not counted
         seconds = 1e-9 if began is None else max(1e-9, time.monotonic() - began)
         waiting = self._progress.in_environment

@@ -19,7 +19,10 @@ Reward = RewardFunction | Literal["exit", "environment"]
 
 
 def is_scored(reward: Reward, reason: StopReason) -> bool:
-    """Return True if an episode with this end has a reward. If the exit is the reward, a failed exit has one, too."""
+    """Return True if an episode with this end has a reward.
+
+    If the exit is the reward, a failed exit has a reward, too.
+    """
     return reason.is_scored or (reward == "exit" and reason is StopReason.AGENT_ERROR)
 
 

@@ -55,8 +55,11 @@ MAY_DIFFER = {
     "limits.max_concurrent": "it changes the pace only",
     "limits.log_bytes": "it changes the logs only",
 }
-"""Settings that may differ when a run is resumed, and why (docs/runs.md). `servers`, `retries`, `max_concurrency` and
-`pass_env` are not stored, because they decide only where and how fast episodes run."""
+"""Settings that may differ when a run is resumed, and why (docs/runs.md).
+
+`servers`, `retries`, `max_concurrency` and `pass_env` are not stored, because they affect only where and how fast
+episodes run.
+"""
 _RETRY_PAUSE = 0.05
 """Seconds before the second attempt; each further attempt waits twice as long."""
 
@@ -285,7 +288,7 @@ async def _servers(
 
 
 def _name(function: Any) -> str:
-    """Return the name of a function, with its module, for run.json; or the text of an object, without addresses."""
+    """Return the module and name of a function for run.json, or the `repr` of an object without addresses."""
     name = getattr(function, "__qualname__", None)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(function)) if name is None else f"{function.__module__}:{name}"
 

@@ -77,9 +77,9 @@ class ServerPool:
     async def session(
         self, request: CreateSession, seconds: float
     ) -> AsyncIterator[tuple[SessionsClient, CreatedSession]]:
-        """Create a session on the server with the fewest sessions, and count it as open inside the block.
+        """Create a session on the server with the fewest sessions. Inside the block the session counts as open.
 
-        Raise ServerDiedError or ServerUnavailableError if no server takes it within `seconds`.
+        Raise ServerDiedError or ServerUnavailableError if no server creates it within `seconds`.
         """
         deadline = time.monotonic() + seconds
         while True:

@@ -56,7 +56,7 @@ class SessionsClient:
         """`api_key` is the server's API key or admin key. `transport` replaces the network in tests."""
         self.url = server_address(url)
         self.run: str | None = None
-        """Id of the server's run that answered last. A server that is started again has another one."""
+        """Id of the server's run that answered last. A server that is started again has another id."""
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"},
@@ -97,7 +97,7 @@ class SessionsClient:
                 return found
 
     async def delete(self, session_id: str) -> None:
-        """Remove the session. A session that is gone already is no error."""
+        """Delete the session. A session that does not exist is no error."""
         try:
             await self._sent("DELETE", f"/sessions/{session_id}", Any)
         except SessionNotFoundError:

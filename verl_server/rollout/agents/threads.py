@@ -1,4 +1,4 @@
-"""`in_thread`: a blocking function of a user (a reward, a tool) in a thread that cannot keep the process alive."""
+"""`in_thread`: runs a user's blocking function (a reward, a tool) in a thread that cannot keep the process alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 async def in_thread(work: Callable[[], Any], name: str) -> Any:
-    """Run a function in a daemon thread and return what it returns. A cancelled call leaves the thread behind."""
+    """Run a function in a daemon thread and return its result. After a cancelled call the thread continues to run."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 

@@ -3,8 +3,8 @@
 Pass it to `run_agents`, or `--agent tools` on the command line. The loop sends chat messages, not token ids: the
 session's server builds each prompt from the ids that it stored, plus the rendered new messages, so the ids, masks and
 log-probabilities of the trajectory are those that were sampled. A second renderer and a second parser of tool calls in
-the client would have to repeat the server's, for every template. The loop has one duty for exactness: it returns each
-reply as it came, so that an episode without retries is one branch.
+the client would have to repeat the server's, for every template. The loop sends each reply back unchanged, so that an
+episode without retries is one branch.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class ToolLoop:
         """`tools` are functions, async or not, beside the tools of the environment. Their names, docstrings and
         annotations describe them to the policy.
 
-        `max_turns` bounds the replies. `tool_seconds` bounds each call, and `result_characters` what is kept of its
-        result; the policy reads an error message instead of a late or failed result. `request` has further fields of
-        each chat request (`max_tokens`, `temperature`, `tool_choice`, `chat_template_kwargs`). Raise BadRequestError
-        for a function that cannot be a tool.
+        `max_turns` bounds the number of replies. `tool_seconds` bounds each call, and `result_characters` bounds the
+        length of its result. Instead of a late or failed result, the policy reads an error message. `request` has
+        further fields of each chat request (`max_tokens`, `temperature`, `tool_choice`, `chat_template_kwargs`). Raise
+        BadRequestError for a function that cannot be a tool.
         """
         if max_turns < 1 or result_characters < 1 or tool_seconds <= 0:
             raise BadRequestError("ToolLoop: max_turns, result_characters and tool_seconds must be positive.")
@@ -136,7 +136,7 @@ class ToolLoop:
         return [*system, _user("\n\n".join(parts))]
 
     async def _answer(self, call: Mapping[str, Any], environment: GuardedEnvironment | None) -> dict[str, Any]:
-        """Return the message that answers one call: the result, or what was wrong with the call."""
+        """Return the message that answers one call: the result, or the reason why the call failed."""
         name = call["function"]["name"]
         try:
             async with asyncio.timeout(self._seconds):
@@ -195,7 +195,10 @@ def _error_code(answer: httpx.Response) -> Any:
 
 
 async def _function_result(tool: Tool, function: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    """Call a function, in a thread if it is not async. Raise ToolError for wrong arguments and for what it raises."""
+    """Call a function, in a thread if it is not async.
+
+    Raise ToolError for wrong arguments, and if the function raises.
+    """
     work = functools.partial(function, **converted(tool, arguments))
     try:
         value = await work() if inspect.iscoroutinefunction(function) else await in_thread(work, f"tool-{tool.name}")

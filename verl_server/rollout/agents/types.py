@@ -58,7 +58,7 @@ class AgentLimits:
     max_concurrent: int = 16
     """Most generations of one episode at one time."""
     seconds: float = 3600.0
-    """Time for the episode. It ends as TIME_LIMIT."""
+    """Time for the episode, which then ends as TIME_LIMIT."""
     idle_seconds: float = 600.0
     """Time without a generation and without a call of the environment. The episode ends as IDLE."""
     environment_seconds: float = 60.0
@@ -80,7 +80,7 @@ class AgentLimits:
     file_bytes: int = 2**30
     """Size of a file that a program writes."""
     log_bytes: int = 2**20
-    """Bytes of a program's output that are kept."""
+    """The most bytes of a program's output that are kept."""
 
     def __post_init__(self) -> None:
         seconds = [f.name for f in fields(self) if f.name.endswith(("seconds", "timeout", "grace"))]

@@ -1,4 +1,4 @@
-"""`CodeTool`: the tool `run_python`, which runs a policy's code in a process of its own, isolated and bounded."""
+"""`CodeTool`: the tool `run_python`, which runs a policy's code in a separate, isolated process with limits."""
 
 from __future__ import annotations
 

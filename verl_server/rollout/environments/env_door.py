@@ -1,7 +1,8 @@
-"""`EnvDoor`: what the environment server refuses before a route or a WebSocket runs, as the rollout server does.
+"""`EnvDoor`: the access control of an environment server, which runs before any route or WebSocket.
 
-`env_server.create_env_app` puts it around its routes. It refuses paths with control characters, requests that only a
-web page of another origin sends, and, if the server has a key, requests without it. `/health` is open.
+`env_server.create_env_app` wraps its routes with it. It refuses paths with control characters, requests that only a web
+page of another origin sends, and, if the server has a key, requests without the key. `/health` is open. The rollout
+server has the same rules.
 """
 
 from __future__ import annotations

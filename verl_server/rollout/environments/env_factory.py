@@ -1,7 +1,7 @@
-"""`load_factory`: from "MODULE:CLASS" to a checked factory of environments.
+"""`load_factory`: converts "MODULE:CLASS" into a checked factory of environments.
 
-An environment server calls it at its start. A wrong name, a missing method or an argument that does not fit is one
-BadRequestError, before the first client connects.
+An environment server calls it at its start. A wrong name, a missing method or a wrong argument raises BadRequestError
+before the first client connects.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _import_module(name: str, kind: str, folder: str) -> ModuleType:
 
 
 def _raised_at(error: Exception) -> str:
-    """Return a sentence that names the line of the user's code that raised, "" if none did."""
+    """Return a sentence that names the line of the user's code that raised the error, or "" if no such line did."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     last = frames[-1]
     return "" if last.filename == __file__ else f" Raised at {last.filename}:{last.lineno}."

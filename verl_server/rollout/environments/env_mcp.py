@@ -1,9 +1,9 @@
 """`/mcp`: serve the tools of an environment as JSON-RPC, over HTTP and over a WebSocket.
 
-`env_server` mounts the routes, and passes on the `mcp` messages of its own WebSocket. A request is answered on an
-environment: that of the connection, that of the session it names, or one that ends with the request. Clients of OpenEnv
-create sessions with `openenv/session/create` and name them in `params.session_id`; clients of MCP receive one from
-`initialize`, and name it in the header `Mcp-Session-Id`.
+`env_server` mounts the routes, and passes on the `mcp` messages of its own WebSocket. A request is answered with an
+environment: the environment of the connection, of the session that the request names, or a new environment that ends
+with the request. Clients of OpenEnv create sessions with `openenv/session/create`, and name them in
+`params.session_id`. Clients of MCP get a session from `initialize`, and name it in the header `Mcp-Session-Id`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class McpSession:
 class McpRoutes:
     """The answers to JSON-RPC requests, and the sessions of HTTP clients.
 
-    A session that has had no request for `idle_timeout` seconds is closed. A connection closes its own.
+    A session without a request for `idle_timeout` seconds is closed. A connection closes its own session.
     """
 
     def __init__(self, name: str, pool: EnvPool, toolbox: Toolbox, idle_timeout: float) -> None:
@@ -91,7 +91,7 @@ class McpRoutes:
     # -- transports -----------------------------------------------------------------------------------------
 
     async def post(self, request: Request) -> Response:
-        """Answer one JSON-RPC request. Its errors have the status 200, as in OpenEnv's server."""
+        """Answer one JSON-RPC request. An error is answered with status 200, as in OpenEnv's server."""
         raw = await bounded_body(request, MAX_MESSAGE_BYTES)
         if raw is None:
             error = JsonRpcError(INVALID_REQUEST, f"The body exceeds {MAX_MESSAGE_BYTES} bytes.")
@@ -117,7 +117,7 @@ class McpRoutes:
         return Response(status_code=204)
 
     async def websocket(self, socket: WebSocket) -> None:
-        """Answer the requests of a connection, which has an environment of its own."""
+        """Answer the requests of a connection, which has its own environment."""
         await serve_socket(
             socket,
             self._pool,

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 _STATUSES = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503}
-"""Code of an error -> HTTP status. Any other error is one of the environment: 500."""
+"""Code of an error -> HTTP status. Other errors are errors of the environment, with status 500."""
 
 
 class _Message(NamedTuple):
@@ -179,7 +179,7 @@ def create_env_app(
     host: str = "127.0.0.1",
     api_key: str | None = None,
 ) -> ASGIApp:
-    """Return an application that serves environments made by `factory()`, one a WebSocket connection or MCP session.
+    """Return an application that serves environments of `factory()`, one for each WebSocket connection or MCP session.
 
     While `max_concurrent_envs` of them are open, a further client receives the error CAPACITY_REACHED. A connection
     that has carried no message for `idle_timeout` seconds is closed, and so is a session. A tool call that takes longer
@@ -220,7 +220,7 @@ def create_env_app(
 
 
 async def _read(socket: WebSocket, inbox: asyncio.Queue[_Message | EnvMessageError]) -> None:
-    """Put the client's messages into `inbox` until the client leaves; an error in place of one that is malformed."""
+    """Put the client's messages into `inbox` until the client leaves. A malformed message is replaced by an error."""
     while (frame := await socket.receive())["type"] != "websocket.disconnect":
         try:
             message = _message(frame.get("text"))
@@ -299,9 +299,9 @@ class EnvServer:
         """Start a server for "MODULE:CLASS" or "FILE.py:CLASS" and wait until it answers.
 
         `kwargs` are the keyword arguments of the class. Port 0 selects a free port. A `host` that is not loopback needs
-        `api_key`, which clients send (VERL_ENV_API_KEY), or `allow_unauthenticated`. Raise BadRequestError without it,
-        and ServerLaunchError if the environment cannot be loaded or the server takes longer than `startup_timeout`
-        seconds.
+        `api_key`, which clients send (VERL_ENV_API_KEY), or `allow_unauthenticated`. Raise BadRequestError if both are
+        missing, and ServerLaunchError if the environment cannot be loaded or the server takes longer than
+        `startup_timeout` seconds.
         """
         argument = {
             "environment": environment,

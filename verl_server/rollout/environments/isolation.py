@@ -1,4 +1,4 @@
-"""How a tool that runs a policy's code is separated from this machine: bubblewrap, or, if somebody says so, not at all.
+"""The isolation of a tool that runs a policy's code: bubblewrap, or no isolation if the caller requests it.
 
 With bubblewrap the code has no network, sees only the system's programs (read-only), an empty /tmp and its own
 processes, and no variables.
@@ -19,7 +19,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc
 
 
 def check_isolation(isolation: str) -> None:
-    """Raise BadRequestError unless this machine can isolate, or the caller said "none"."""
+    """Raise BadRequestError unless this machine can isolate code, or the caller requested "none"."""
     if isolation not in ("bubblewrap", "none"):
         raise BadRequestError(f'isolation must be "bubblewrap" or "none", not {isolation!r}.')
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:

@@ -1,7 +1,7 @@
 """The tools of an MCP server, as an environment: a server over streamable HTTP, or a program on stdio.
 
-One task owns the connection, because the `mcp` package opens and closes it in one task. Calls are handed to it. A call
-that takes too long ends the connection, and with it the program.
+One task owns the connection, because the `mcp` package must open and close a connection in the same task. Calls are
+passed to this task. A call that takes too long ends the connection, and with it the program.
 """
 
 from __future__ import annotations

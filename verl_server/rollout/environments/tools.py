@@ -232,7 +232,10 @@ def converted(entry: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _bounded(what: str, seconds: float, bound: str) -> AsyncIterator[None]:
-    """Turn every exception into a ToolError that names `what`. `bound` names the setting of `seconds`."""
+    """Convert every exception of the block into a ToolError that names `what`.
+
+    `bound` names the setting of `seconds`.
+    """
     try:
         async with asyncio.timeout(seconds) as timeout:
             yield
