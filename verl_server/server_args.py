@@ -303,8 +303,9 @@ class ServerArgs:
     """Most bytes in a request body. A larger request is answered 413."""
     unknown_fields: Literal["accept", "refuse"] = "accept"
     """A field of a request, or a query parameter, that the server does not know. accept: it is counted in /metrics and
-    named in the header X-Verl-Unknown-Fields of the answer; one that looks like a slip is answered 400. refuse: each is
-    answered 400."""
+    named in the header X-Verl-Unknown-Fields of the answer; a name that looks misspelled is answered 400. refuse: each
+    unknown name is answered 400.
+    """
     session_store: str | None = None
     """Folder of the session store, which is created at the start. A server that is started again with it continues its
     sessions. Unset: sessions are in memory only."""
@@ -319,12 +320,14 @@ class ServerArgs:
     """Seconds that a finished session is kept after its trajectory was read. A session that was never read is kept for
     a day."""
     replay_grace: float = 60.0
-    """Seconds for which a generation goes on after its client's connection broke, so that a retry can join it. For
-    requests with an `Idempotency-Key`, and in sessions."""
+    """Seconds for which a generation continues after its client's connection broke, so that a retry can join it.
+
+    For requests with an `Idempotency-Key`, and in sessions.
+    """
     replay_ttl: float = 600.0
     """Seconds for which the answer to such a request is kept for a retry."""
     replay_bytes: int = 256 * 2**20
-    """Memory of all kept answers, in bytes, about. Beyond it, the oldest answers are dropped."""
+    """Approximate memory of all kept answers, in bytes. Beyond it, the oldest answers are dropped."""
     max_sessions: int = 65536
     """Most sessions at the same time."""
     max_session_turn_tokens: int | None = None

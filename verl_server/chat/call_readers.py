@@ -1,7 +1,8 @@
 """Readers of tool calls: each reads the calls of one format from text that arrives in pieces.
 
 `output.OutputParser` creates a reader after the tag that opens a call, and converts the reader's events into deltas. A
-reader looks at each character once. A text that is not a call makes it `broken` at the first character that shows so.
+reader visits each character once. If a text is not a call, the reader becomes `broken` at the first character that
+proves it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from dataclasses import dataclass
 from verl_server.chat.json_scanner import WHITE_SPACE, JsonScanner
 
 MOST_NAME = 1024
-"""Most characters of a key or a tool's name as JSON. A longer one breaks the call, so that little text is held back."""
+"""The most characters of a key or a tool's name as JSON.
+
+A longer key or name breaks the call, so that little text is held back.
+"""
 
 ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
 """Name of a tool -> name of a parameter -> the JSON types that its schema allows, for formats that write values without
 quotes."""
 TEXT = frozenset({"text"})
-"""Stands for the type of a plain string: the value is a string without quotes, whatever it looks like."""
+"""Type of a plain string: the value is a string without quotes, whatever characters it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class CallReader(abc.ABC):
         self.done = False
         """True after the last character that belongs to the calls."""
         self.broken = False
-        """True if the text is not a call. The characters from there on belong to the content."""
+        """True if the text is not a call. The characters from the break on belong to the content."""
         self.events: list[Event] = []
         """Events since the last `take_events`."""
 
@@ -99,7 +103,7 @@ _OPEN, _FIRST_KEY, _KEY, _KEY_TEXT, _COLON, _VALUE, _VALUE_TEXT, _NEXT = range(8
 class JsonCall(CallReader):
     """Reads `{"name": ..., "arguments": {...}}`; "parameters" is another name of "arguments".
 
-    Other keys are read and left out. If the arguments come before the name, they are held back until the name is known.
+    Other keys are read and ignored. If the arguments come before the name, they are held back until the name is known.
     """
 
     def __init__(self, needs_arguments: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""The cut: the ids that follow a stored turn, rendered so that the chat template never sees the stored turns again.
+"""The cut: renders the ids that follow a stored turn without rendering the stored turns again.
 
 Templates change earlier messages: they remove reasoning, add empty blocks, move tools and system texts. So new messages
-are rendered behind a short dummy conversation, and the dummy is cut off. `next_turn` calls this module in text workers;
+are rendered after a short dummy conversation, and the dummy is cut off. `next_turn` calls this module in text workers;
 `render` is the chat template, and `encode` the tokenizer without special tokens.
 """
 
@@ -52,7 +52,7 @@ class EndTokens:
         return position, token
 
     def occur_in(self, messages: Sequence[Message]) -> bool:
-        """Return True if a caller's text holds the text of an end token."""
+        """Return True if a caller's text contains the text of an end token."""
         written = json.dumps(list(messages), ensure_ascii=False, default=str)
         return any(text in written for text in self.texts.values())
 
@@ -66,7 +66,9 @@ def extension(
     format: OutputFormat,
     ends: EndTokens,
 ) -> Extension | None:
-    """Return what follows the reply of `turn` if the messages `new` follow it. None: the template permits no cut.
+    """Return the ids and text that follow the reply of `turn` if the messages `new` follow it.
+
+    None: no cut is possible.
 
     Tool results in `new` have the ids of the turn's calls (`with_call_ids`).
     """
@@ -92,7 +94,7 @@ def extension(
 def after_prompt(
     new: Sequence[Message], options: Mapping[str, Any], render: Render, encode: Encode
 ) -> Extension | None:
-    """Return what follows a prompt that ends with a user's message if the messages `new` follow it.
+    """Return the ids and text that follow a prompt ending with a user's message, if the messages `new` follow it.
 
     The first of `new` is an assistant's message that was not sampled. None: the template permits no cut.
     """
@@ -110,7 +112,7 @@ def after_prompt(
 
 
 def opening_text(options: Mapping[str, Any], render: Render) -> str | None:
-    """Return the text with which the template opens an answer behind a user's message. None: it cannot be separated."""
+    """Return the text with which the template opens an answer after a user's message. None: it cannot be separated."""
     options = cut_options(options)
     if not options.get("add_generation_prompt", True):
         return ""
@@ -123,7 +125,7 @@ def opening_text(options: Mapping[str, Any], render: Render) -> str | None:
 
 
 def opening_length(prompt: Sequence[int], opening: str | None, encode: Encode, ends: EndTokens) -> int:
-    """Return the number of last ids of a prompt that only open the answer, -1 if it is not known."""
+    """Return the number of ids at the end of a prompt that only open the answer, or -1 if it is unknown."""
     if not opening:
         return -1 if opening is None else 0
     ids = encode_behind_end(opening, encode, ends)
@@ -140,7 +142,7 @@ def encode_behind_end(text: str, encode: Encode, ends: EndTokens) -> list[int]:
 
 
 def cut_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` without those of the stored prompt's head and without `continue_final_message`.
+    """Return `options` without the options of the stored prompt's head and without `continue_final_message`.
 
     New messages are rendered with the returned options.
     """
@@ -175,7 +177,7 @@ class _Dummy(NamedTuple):
 def _dummies(turn: ReplyFacts, new: Sequence[Message]) -> Iterator[_Dummy]:
     """Yield the shapes of the dummy, the best first: with all calls, with one call, with content only.
 
-    Templates look the calls of tool results up, some refuse more than one call, and some leave calls out.
+    Templates look up the calls of tool results. Some templates refuse more than one call, and some omit calls.
     """
     written = json.dumps(list(new), default=str)
     taken = set(re.findall(rf"{_MARK}(\d+)\.", written))
@@ -201,7 +203,7 @@ def _calling(calls: Sequence[tuple[str, str]], mark: str) -> Message:
 
 
 def _tail(dummy: _Dummy, new: Sequence[Message], options: Mapping[str, Any], render: Render) -> str | None:
-    """Return the text behind the mark, or None if the template refuses the messages, or loses or doubles the mark."""
+    """Return the text after the mark. None if the template refuses the messages, or drops or repeats the mark."""
     try:
         text = render(template_messages([_USER, dummy.message, *new]), options)
     except BadRequestError:

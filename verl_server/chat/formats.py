@@ -1,6 +1,6 @@
 """Formats of tool calls and of reasoning: their names, their tags, and which of them a chat template uses.
 
-`output.OutputFormat` chooses among them. A format is a value; how the text of a call is read is in `call_readers`.
+`output.OutputFormat` chooses among them. A format is a value. `call_readers` reads the text of a call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl_server.errors import BadRequestError
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Tags around the reasoning, which stands before the content."""
+    """Tags around the reasoning, which precedes the content."""
 
     open: str
     close: str
@@ -32,7 +32,7 @@ class ToolFormat:
     reader: Callable[[ParameterTypes], CallReader]
     """Makes the reader of the text after `open`."""
     close: str = ""
-    """Tag that ends what `open` began, or "" if there is none."""
+    """Tag that ends the calls that `open` began, or "" if there is none."""
     bare: str = ""
     """Character that begins calls without the tag, at the beginning of the content."""
     inner: tuple[str, ...] = ()

@@ -4,9 +4,9 @@ The session ledger stores the tree as bytes and appends to it: `NextTurn.new_nod
 worker gets a copy and finds the messages of a request in it (`MessageTree.match`). No text is stored: two messages are
 the same if their digests are.
 
-Digests leave out what clients change on the way: ids of calls, the order of keys in arguments, white space around a
-reply's content, null against "" against an absent key, `developer` against `system`. The reasoning has a digest of its
-own, because many clients do not send it back.
+Digests do not depend on details that clients change when they send messages back: ids of calls, the order of keys in
+arguments, white space around a reply's content, null or "" instead of an absent key, `developer` instead of `system`.
+The reasoning has a digest of its own, because many clients do not send it back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MessageKey(NamedTuple):
     role: int
     digest: bytes
     reasoning: bytes
-    """`NO_REASONING` if there is none."""
+    """Digest of the reasoning, or `NO_REASONING` if there is none."""
 
     def fits(self, node: Node) -> bool:
         """Return True if a client that received the message of `node` may have sent this message."""
@@ -76,7 +76,7 @@ class MessageTree:
     """The nodes of a session, for one request."""
 
     def __init__(self, nodes: bytes, undelivered: AbstractSet[int] = frozenset()) -> None:
-        """`undelivered`: turns whose reply no client received in full. Others are preferred."""
+        """`undelivered` are turns whose reply no client received in full. Other turns are preferred in a match."""
         self.nodes = [Node(*record[:3], *record[4:6]) for record in NODE.iter_unpack(nodes)]
         self._undelivered = undelivered
         self._children: dict[int, list[int]] = defaultdict(list)
@@ -92,7 +92,7 @@ class MessageTree:
         return [self.nodes[child].turn for child in self.children(node) if self.nodes[child].turn >= 0]
 
     def heads(self, digest: bytes | None = None) -> list[int]:
-        """Return the nodes of heads, of all or of those with this digest."""
+        """Return the nodes of all heads, or of the heads with this digest."""
         roots = [i for i in self.children(-1) if self.nodes[i].role == HEAD]
         return [i for i in roots if digest is None or self.nodes[i].digest == digest]
 
@@ -108,7 +108,7 @@ class MessageTree:
         return path[::-1]
 
     def turn_through(self, node: int) -> int:
-        """Return the latest turn whose prompt or reply holds `node` or else the nearest node above. -1: none."""
+        """Return the latest turn whose prompt or reply contains `node`, or else the nearest node above it. -1: none."""
         above = node
         searched = -1  # the node below which everything was looked at
         while above >= 0:
@@ -122,7 +122,7 @@ class MessageTree:
         return -1
 
     def match(self, starts: Sequence[int], keys: Sequence[MessageKey]) -> Match:
-        """Follow a conversation behind the nodes `starts` as far as its messages are known.
+        """Follow a conversation from the nodes `starts` as far as its messages are known.
 
         All nodes that fit are followed. Among those that fit the last matched message, the path with more equal
         reasoning is preferred, then the one with fewer undelivered replies, then the latest.
@@ -268,7 +268,7 @@ def _plain_numbers(value: Any) -> Any:
 
 
 def chain(keys: Sequence[MessageKey], head: bytes | None = None) -> bytes:
-    """Return the records of messages that follow each other, behind a new head if given: `NextTurn.new_nodes`."""
+    """Return the records of consecutive messages, after a new head if there is one: `NextTurn.new_nodes`."""
     new = [MessageKey(HEAD, head, NO_REASONING)] if head is not None else []
     return b"".join(
         NODE.pack(-i, -1, key.role, b"", key.digest, key.reasoning, 0, 0) for i, key in enumerate([*new, *keys])

@@ -1,4 +1,4 @@
-"""The plan of a session's next turn: which stored ids stay, and which ids follow them.
+"""The plan of a session's next turn: the stored ids that the prompt keeps, and the new ids that follow them.
 
 A text worker calls `plan_next_turn` for a conversation and `plan_text` for a completion; `sessions/ids_plan` plans
 prompts of token ids. The functions are pure: they read a snapshot of the session, and the ledger joins the ids of the
@@ -37,7 +37,7 @@ _SAME_HEAD = "the head of a stored prompt cannot change: send the whole conversa
 
 
 class PlannedTurn(NamedTuple):
-    """A plan, and the text at the end of its prompt, which says how the output begins."""
+    """A plan, and the text at the end of its prompt, which determines how the output begins."""
 
     next: NextTurn
     ending: str
@@ -107,7 +107,7 @@ class _Planner:
     # -- the cases ----------------------------------------------------------------------------------------------------
 
     def _known(self, place: _Place) -> PlannedTurn | None:
-        """All messages are known: the prompt of a turn again, or the continuation of a turn."""
+        """Plan a conversation of known messages: the prompt of a turn again, or the continuation of a turn."""
         if place.matched < len(place.messages):
             return None
         if self._continues:
@@ -167,7 +167,7 @@ class _Planner:
         return self._extension(place, turn, place.messages[reply], new, began) or self._whole(place, "template")
 
     def _edited(self, place: _Place) -> PlannedTurn | None:
-        """Plan a prompt whose assistant's message was not sampled: after the stored prompt, the rest is rendered."""
+        """Plan a prompt with an assistant's message that was not sampled: keep the stored prompt, render the rest."""
         if self._continues:
             return None
         for depth in range(min(place.matched, len(place.messages) - 1), 0, -1):
@@ -222,7 +222,7 @@ class _Planner:
         return match.path[-1] if any(self._tree.nodes[node].role == ASSISTANT for node in match.path) else None
 
     def _whole(self, place: _Place, began: str) -> PlannedTurn:
-        """Render the whole conversation. The ledger finds out how much of it is stored."""
+        """Render the whole conversation. The ledger finds the ids at the start that are stored."""
         ids, text = self._rendered(place.messages)
         parent = self._facts.get(self._tree.turn_through(place.node))
         return self._planned(place, parent, -1 if parent is not None else 0, ids, began, text)
@@ -316,7 +316,7 @@ class _Planner:
 
 
 class _Place:
-    """The place at which the messages of a request leave the tree of stored turns."""
+    """The point at which the messages of a request diverge from the tree of stored turns."""
 
     def __init__(self, match: Match, messages: Sequence[Message], keys: Sequence[MessageKey]) -> None:
         self.match = match
@@ -346,7 +346,7 @@ def plan_text(view: SessionView, text: str, encode: Encode, token_text: Callable
 
 
 def _behind_completion(facts: ReplyFacts, text: str, token_text: Callable[[int], str]) -> tuple[int, str] | None:
-    """Return (stored ids that stay, text behind them) if `text` follows the completion of a turn."""
+    """Return (number of kept ids, text after them) if `text` follows the completion of a turn, else None."""
     known = facts.text
     if known is None or known.prompt_length + known.shown_length > len(text):
         return None

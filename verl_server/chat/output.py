@@ -1,9 +1,9 @@
 """`OutputFormat` and `OutputParser`: split a policy's text into reasoning, content and tool calls.
 
 Dialects make an `OutputFormat` for each chat template and an `OutputParser` for each sample. The parser takes text in
-pieces and returns deltas. The joined deltas do not depend on how the text was cut. The parser looks at each character a
-bounded number of times. It holds back only the beginning of a possible tag, white space before it, and the text of a
-call that is not yet certain. No text raises an error: a text that is not quite a tool call is content.
+pieces and returns deltas. The joined deltas do not depend on the division into pieces. The parser visits each character
+a bounded number of times. It holds back only the beginning of a possible tag, the white space before it, and the text
+of a call that is not yet certain. No text raises an error: a text that is not exactly a tool call is content.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ContentDelta(msgspec.Struct, frozen=True, tag="content"):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call"):
-    """The next part of a tool call. The first delta of a call has `id` and `name`, the others have None there."""
+    """The next part of a tool call. The first delta of a call has `id` and `name`. In later deltas they are None."""
 
     index: int
     """Number of the call in this message, from 0."""
@@ -79,7 +79,7 @@ class ParsedMessage(msgspec.Struct, frozen=True):
     """A whole message."""
 
     reasoning: str | None
-    """None if there is none."""
+    """The reasoning, or None if there is none."""
     content: str
     tool_calls: list[ToolCall]
 
@@ -117,8 +117,8 @@ class OutputFormat(msgspec.Struct, frozen=True):
     def tags(self, tools: bool) -> tuple[str, ...]:
         """Return the tags that the parser looks for, with those of tool calls if `tools`.
 
-        Some tokenizers have them as special tokens. If one of them is, the text must be decoded with
-        `skip_special_tokens=False`, otherwise the parser never sees it.
+        In some tokenizers these tags are special tokens. If one of them is, the text must be decoded with
+        `skip_special_tokens=False`. Otherwise the text lacks the tag.
         """
         tags: list[str] = []
         if tools and self.tool_format is not None:
@@ -350,7 +350,7 @@ class OutputParser:
         return True
 
     def _at_close(self) -> bool:
-        """Look for the tag that closes the calls. Models leave it out sometimes."""
+        """Look for the tag that closes the calls. Models sometimes omit this tag."""
         assert self._tools is not None
         if self._tag_follows(self._tools.close) is None:
             return False
@@ -405,7 +405,7 @@ class OutputParser:
         self._step = self._in_calls
 
     def _on_event(self, event: Event) -> None:
-        """Convert an event into a delta. It is certain at the end of the call, or always without `whole_calls`."""
+        """Convert an event into a delta. With `whole_calls`, the delta is held back until the end of the call."""
         if isinstance(event, CallBegin):
             self._call_begun = True
             self._uncertain.append(ToolCallDelta(self._calls, event.id or self._new_id(), event.name, ""))
@@ -418,7 +418,7 @@ class OutputParser:
             self._uncertain, self._raw, self._after_tag = [], [], True
 
     def _give_up(self) -> None:
-        """Add the text of what is not a call to the content."""
+        """Add text that turned out not to be a call to the content."""
         raw, self._raw = "".join(self._raw), []
         if self._call_begun and not self._whole_calls:
             self._calls += 1

@@ -1,7 +1,7 @@
 """The data of a session that a text worker receives and returns: input and result of `next_turn.plan_next_turn`.
 
-The text worker decodes a `SessionView` from what the session ledger of the server stores. The ledger puts the prompt of
-a `NextTurn` together.
+The text worker decodes a `SessionView` from the bytes of the session ledger. The ledger joins the prompt of a
+`NextTurn` from stored and new ids.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ class CompletionText(msgspec.Struct, frozen=True, array_like=True):
     """The text of a completion, as lengths and digests."""
 
     prompt_length: int
-    """Characters."""
+    """Number of characters of the prompt's text."""
     prompt: bytes
     """`history.text_digest` of the prompt's text."""
     shown_length: int
     shown: bytes
     """`history.text_digest` of the output's text that the client was shown."""
     hidden: str
-    """Text of the sampled tokens that the client was not shown: a stop string, and what follows it."""
+    """Text of the sampled tokens that the client did not receive: a stop string, and the text after it."""
 
 
 class ReplyFacts(msgspec.Struct, frozen=True, array_like=True):
     """The data of a finished turn that the plan of the next prompt needs."""
 
     delivered: bool
-    """First, because the ledger changes it in place."""
+    """True if a client received the whole reply. This field is the first, because the ledger changes it in place."""
     turn: int
     parent: int
     prompt_tokens: int
     output_tokens: int
     generation_prompt: int
-    """Last ids of the prompt that only open the answer; -1: not known."""
+    """Number of ids at the end of the prompt that only open the answer. -1: unknown."""
     end_token: int
     """Last sampled id if it is one of the model's end tokens, else -1."""
     in_reasoning: bool
@@ -63,7 +63,7 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 class NextTurn(msgspec.Struct, frozen=True):
-    """How the prompt of the next turn is put together: the first `kept` ids of the parent's sequence, then `added`."""
+    """The prompt of the next turn: the first `kept` ids of the parent's sequence, followed by `added`."""
 
     parent: int
     """The turn whose sequence the prompt begins with; -1: none. If `kept` ends within the prompt of this turn (a retry,
@@ -72,8 +72,10 @@ class NextTurn(msgspec.Struct, frozen=True):
     """-1: `added` is the whole prompt, and the ledger compares it with the parent's sequence."""
     added: Ids32
     began: str | None
-    """Why a branch begins here: None (it does not), "root", "edited", "retry", "head", "template", "child". With `kept`
-    -1, no branch begins if all of the parent's sequence stays."""
+    """The reason why a branch begins here, or None: "root", "edited", "retry", "head", "template", "child".
+
+    With `kept` -1, no branch begins if all of the parent's sequence stays.
+    """
     generation_prompt: int = -1
     """See `ReplyFacts`."""
     new_nodes: bytes = b""
@@ -92,7 +94,7 @@ class NextTurn(msgspec.Struct, frozen=True):
 
 
 class ReplyMessage(msgspec.Struct, frozen=True):
-    """A finished turn as the client was shown it."""
+    """A finished turn in the form that the client received."""
 
     digest: bytes
     reasoning: bytes
@@ -100,6 +102,6 @@ class ReplyMessage(msgspec.Struct, frozen=True):
     """(id, name, arguments)."""
     in_reasoning: bool
     text: str
-    """The text that the client was shown, with reasoning and calls as they were sampled."""
+    """The text that the client received, with reasoning and calls as they were sampled."""
     hidden: str = ""
-    """Text of sampled tokens behind `text` that the client was not shown."""
+    """Text of sampled tokens after `text` that the client did not receive."""

@@ -1,6 +1,6 @@
 """Readers of tool calls that are not one JSON object: the formats of Mistral and Qwen3-Coder, and Python calls.
 
-`formats` says which format uses which reader, and `call_readers` says what a reader is.
+`formats` assigns a reader to each format, and `call_readers` defines the interface of a reader.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ class MistralCalls(CallReader):
 class XmlCall(CallReader):
     """Reads `<function=name><parameter=key>value</parameter>...</function>`, the format of Qwen3-Coder.
 
-    A value has no quotes. It is a string if the tool's schema allows nothing else. Otherwise it is JSON, or a literal
-    of Python, if it can be read as one of a type that the schema allows, and else a string. One line break after the
-    opening and one before the closing tag do not belong to it.
+    A value has no quotes. If the tool's schema allows only a string, the value is a string. Otherwise the value is read
+    as JSON, or as a literal of Python, if this has a type that the schema allows. If not, the value is a string. One
+    line break after the opening tag and one before the closing tag do not belong to the value.
     """
 
     def __init__(self, types: ParameterTypes) -> None:

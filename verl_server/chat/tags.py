@@ -1,4 +1,4 @@
-"""`find_tag`: the first of several tags in a text whose end may be the beginning of a tag."""
+"""`find_tag`: finds the first of several tags in a text. The end of the text may be the beginning of a tag."""
 
 from __future__ import annotations
 

@@ -35,10 +35,12 @@ _ACCEPTED_ANYWHERE = frozenset({"enable_thinking", "thinking", "reasoning_effort
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys that clients use for the reasoning in a message. Templates read one of the first two."""
 _TESTS_FOR_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
-"""Occurs in templates that recognize a message with tool calls by a content that is null."""
+"""Text in the source of templates that recognize a message with tool calls by its null content."""
 _CONTINUE_MARK = "\u2063continue\u2063here\u2063 "
-"""Text that is appended to the message that the policy continues. It marks the message's end in the rendered text. The
-mark ends with a space: a template that strips white space from a message also strips this space."""
+"""Mark that is appended to the message that the policy continues, to find the message's end in the rendered text.
+
+The mark ends with a space: if a template strips white space from a message, it also strips this space.
+"""
 
 
 class ChatTemplate:

@@ -1,7 +1,7 @@
-"""`output_grammar` decides which constraints of a chat's output may combine, and writes their grammar.
+"""`output_grammar` decides which constraints of a chat's output may be combined, and writes their grammar.
 
 All dialects with chats use it. The grammars are Lark in llguidance's dialect, for `SamplingParams.ebnf`. The reasoning
-before calls and answers stays free. `output.OutputParser` parses what the grammars permit.
+before calls and answers is not constrained. `output.OutputParser` parses the outputs that the grammars permit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tools of a chat request: decoding of OpenAI's shapes, and what a chat template gets of tools and tool calls.
+"""Tools of a chat request: decodes OpenAI's shapes, and converts tools and tool calls for the chat template.
 
-Dialects with another shape convert it into OpenAI's before. `tool_grammar.output_grammar` makes the grammar that
+Dialects with another shape convert it into OpenAI's shape first. `tool_grammar.output_grammar` makes the grammar that
 permits nothing but calls, and `output` parses the calls.
 """
 
@@ -29,7 +29,7 @@ _TYPE_NAMES: tuple[tuple[type, str], ...] = (
 _ALL_TYPES = frozenset(name for _, name in _TYPE_NAMES)
 _STRING = frozenset({"string"})
 _MOST_SCHEMAS = 64
-"""Most schemas that are read for the types of one parameter."""
+"""The most schemas that are read for the types of one parameter."""
 _NAME_RULE = "must be a string of 1 to 128 letters, digits and characters of `_.:/-`"
 
 
@@ -40,7 +40,7 @@ class Tool(msgspec.Struct, kw_only=True, frozen=True):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments. None: any object."""
     strict: bool = False
-    """True if a forced call must follow the schema; a forced call always does."""
+    """The caller's setting that a forced call must follow the schema. A forced call always follows the schema."""
     definition: dict[str, Any] = {}
     """The tool in OpenAI's shape, as the caller wrote it. The chat template gets this object."""
 

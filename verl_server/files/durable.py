@@ -38,7 +38,10 @@ def replace_file(new: Path, path: Path) -> None:
 
 
 def temporary_folder(folder: Path) -> Path:
-    """Make an empty folder beside `folder`, in place of an earlier one. Fill it, then call `publish(folder)`."""
+    """Create an empty temporary folder beside `folder`, and remove an earlier one.
+
+    Fill it, then call `publish(folder)`.
+    """
     temporary = _temporary(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

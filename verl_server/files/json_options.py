@@ -10,7 +10,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from verl_server.files.json_files import parse_json
 
 JSON_OPTIONS = ConstructorRegistry()
-"""Pass it as `registry` to `tyro.cli`."""
+"""Registry of these options. Pass it as `registry` to `tyro.cli`."""
 
 
 @JSON_OPTIONS.primitive_rule

@@ -1,4 +1,5 @@
-"""Values of users as JSON: what environments, tools and callers return is written, also where JSON has no such type.
+"""Values of users as JSON: writes the values that environments, tools and callers return, even of types that JSON
+lacks.
 
 `jsonable` is the hook for values that an encoder does not know; `dumps` encodes with it.
 """
@@ -32,7 +33,7 @@ def dumps(value: Any) -> bytes:
 
 
 def jsonable(value: Any) -> Any:
-    """Return a value of a type that JSON does not have as one that it has. Raise TypeError if there is none.
+    """Convert a value of a type that JSON lacks into a value of a JSON type. Raise TypeError if this is not possible.
 
     Arrays and scalars of torch and numpy become lists and numbers. Ranges, sets (sorted where they can be), tuples and
     other sequences become lists, mappings and pydantic's models become objects, paths and UTF-8 bytes

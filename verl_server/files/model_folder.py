@@ -15,7 +15,7 @@ from verl_server import lora
 from verl_server.errors import BadRequestError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-"""NAME or ORGANIZATION/NAME."""
+"""Pattern of a hub id: NAME or ORGANIZATION/NAME."""
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "*.txt", "*.model"]
 _HUB_COPIES = ["consolidated*", "original/*", "onnx/*"]
 _HUB_SECONDS = 5.0

@@ -49,9 +49,9 @@ RECORDS = (
 
 
 def recorded(folder: Path, also: Sequence[str] = ()) -> list[str]:
-    """Names of what a run of any command recorded in a folder; empty files do not count.
+    """Return the names of files that a run of any command recorded in a folder, without empty files.
 
-    `also`: further names that the caller would write.
+    `also` are further names that the caller would write.
     """
     found = [path for pattern in (*RECORDS, *also) for path in sorted(folder.glob(pattern))]
     return [str(path.relative_to(folder)) for path in found if path.is_dir() or path.stat().st_size]
@@ -61,7 +61,10 @@ class Claim:
     """The right to write at a place. It ends with `release`, at the latest with the process."""
 
     def __init__(self, place: Path, descriptor: int, *, is_new: bool = False) -> None:
-        """`descriptor`: the locked file or folder, which `release` closes. `is_new`: it was made for this claim."""
+        """`descriptor` is the locked file or folder, which `release` closes.
+
+        `is_new` is True if it was created for this claim.
+        """
         self.place = place
         self._is_new = is_new
         self._descriptor = descriptor
@@ -72,7 +75,7 @@ class Claim:
         return is_stdout(self._descriptor)
 
     def replace(self, lines: Sequence[bytes]) -> None:
-        """Replace the content of a claimed file at once. The new file is locked, too."""
+        """Replace the content of a claimed file atomically. The new file is locked, too."""
         new = self.place.with_name(f".{self.place.name}.partial")
         new.write_bytes(b"".join(lines))
         descriptor = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -82,7 +85,7 @@ class Claim:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """End the right. A new file to which nothing was written is removed."""
+        """Release the place. A new file to which nothing was written is removed."""
         if self._descriptor < 0:
             return
         if self._is_new and self.place.is_file() and not self.place.stat().st_size:
@@ -208,8 +211,8 @@ def without_host(url: str) -> str:
 def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_differ: Mapping[str, str]) -> dict[str, Any]:
     """Compare settings with those that the run at `place` stored in `file`, and return the stored ones.
 
-    `may_differ`: names, or "outer.*" for all in `outer`. Raise BadRequestError with a list of what else differs, or if
-    the file cannot be read.
+    `may_differ`: names, or "outer.*" for all in `outer`. Raise BadRequestError with a list of all other differences, or
+    if the file cannot be read.
     """
     found = stored_settings(file)
     names = found.keys() | wanted.keys()

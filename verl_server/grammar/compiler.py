@@ -32,8 +32,10 @@ _LIMITS = LLParserLimits(
 )
 """A step takes some milliseconds at most, and the automata of a matcher some ten MB."""
 COMPILER_STACK = 16 << 20
-"""Bytes of the stack of threads that compile. A trial has a quarter of it, because a stack that overflows ends the
-process."""
+"""Bytes of the stack of threads that compile.
+
+A trial's stack has a quarter of this, because an overflow ends the process.
+"""
 _MOST_COMPARED = 4096
 """Most tokens whose bytes are compared with those that llguidance read."""
 _MOST_MESSAGE = 400
@@ -51,11 +53,14 @@ class Matcher:
         return Matcher(self.inner.deep_copy())
 
     def reset(self) -> None:
-        """Return to the start. The automata that were built stay."""
+        """Reset to the start of the output. The automata that were built are kept."""
         self.inner.reset()
 
     def write_mask(self, address: int, num_bytes: int) -> None:
-        """Write which tokens may follow as words to `address`, without the interpreter's lock. See `check`."""
+        """Write the mask of the tokens that may follow to `address`, as words, without the interpreter's lock.
+
+        See `check`.
+        """
         self.inner.unsafe_compute_mask_ptr(address, num_bytes)
 
     def check(self) -> None:

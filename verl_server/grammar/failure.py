@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class GrammarFailedError(Exception):
-    """A matcher cannot continue: it reached a limit, or it did not expect the token. The message says which."""
+    """A matcher cannot continue. The message states the cause: it reached a limit, or it did not expect the token."""

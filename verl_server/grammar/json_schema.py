@@ -1,8 +1,10 @@
-"""`enforceable_schema` removes keywords of a JSON schema that change nothing; `schema_refusal` is the error of others.
+"""`enforceable_schema` removes keywords without effect from a JSON schema.
 
-llguidance refuses a schema that has a keyword which it does not implement, also where the keyword has no effect:
-generators of schemas write such keywords into every schema. A keyword is removed, or written in another way, only if
-exactly the same values stay valid. A keyword with an effect stays, and llguidance then refuses the schema.
+`schema_refusal` returns the error for other keywords.
+
+llguidance refuses a schema with a keyword that it does not implement, even if the keyword has no effect. Generators of
+schemas write such keywords into every schema. A keyword is removed, or written in another way, only if exactly the same
+values stay valid. A keyword with an effect stays, and llguidance then refuses the schema.
 
 An unknown `format` is removed: JSON Schema 2020-12 makes it an annotation.
 """
@@ -46,7 +48,7 @@ _IN_PLACE = frozenset({
 })  # fmt: skip
 """Keywords with schemas that may evaluate properties and items of the same value."""
 _ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")
-"""They matter to `$dynamicRef` and `$recursiveRef` only, which are refused themselves."""
+"""Keywords that affect only `$dynamicRef` and `$recursiveRef`, which are refused."""
 
 _WHITE_SPACE = r"[ \t]{0,8}(\r?\n[ \t]{0,40})?"
 """White space between two tokens of JSON: some spaces, and at most one line break with an indentation."""
@@ -261,7 +263,7 @@ def _referred(reference: str, root: Any) -> Any:
 
 
 def _is_true(schema: Any) -> bool:
-    """Return True for a schema that plainly allows every value."""
+    """Return True for a schema that obviously allows every value."""
     return schema is True or (isinstance(schema, dict) and not schema.keys() - _ANNOTATIONS)
 
 

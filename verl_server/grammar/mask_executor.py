@@ -2,8 +2,8 @@
 
 `StepMasks` owns a `MaskExecutor` and calls `start` and `consume` for each step. Trials of grammars call `fill`.
 
-Most masks take some 7 microseconds, so a few threads suffice. A few masks take milliseconds. When all threads are held
-up by such masks, another thread goes on with the rows that are left.
+Most masks take some 7 microseconds, so a few threads suffice. A few masks take milliseconds. When all threads are busy
+with such masks, another thread continues with the remaining rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Words = npt.NDArray[np.int32]
 """Bit t % 32 of word t // 32 is set if token t is allowed."""
 
 _THREADS = min(8, os.cpu_count() or 1)
-"""Bound on the slow masks that are computed at the same time."""
+"""The most slow masks that are computed at the same time."""
 _FIRST_THREADS = min(2, _THREADS)
 """Threads that begin with a run. Four took longer for 256 rows, because they wait for the interpreter's lock."""
 _ROWS_PER_THREAD = 16
-"""Rows for which it is worth it to wake a thread."""
+"""Number of rows for which one more thread is started."""
 _POLL_SECONDS = 2e-4
-"""Threads that compute no mask in this time are held up."""
+"""Seconds. Threads that complete no mask in this time count as busy with slow masks."""
 _LEAST_READY = 0.75
-"""Fraction of the masks for which a step waits even if the threads are held up."""
+"""Fraction of the masks for which a step waits even if all threads are busy with slow masks."""
 
 
 class MaskRun:
-    """The masks of one step. Nobody else may use the matcher of a row until the row is done."""
+    """The masks of one step. No other code may use the matcher of a row until the row is done."""
 
     def __init__(self, matchers: Sequence[Matcher], words: Words, tasks: SimpleQueue[MaskRun]) -> None:
         assert words.flags.c_contiguous and len(words) == len(matchers)
@@ -58,7 +58,7 @@ class MaskRun:
         return self._num_done() == len(self._done)
 
     def join(self) -> None:
-        """Let one more thread take part."""
+        """Add one more thread to the run."""
         self._num_joined += 1
         self._tasks.put(self)
 

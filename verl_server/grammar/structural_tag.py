@@ -1,7 +1,7 @@
 """Structural tags, SGLang's and xgrammar's JSON for text with constrained parts, translated into Lark for llguidance.
 
 Both forms are accepted: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, and {"type": "structural_tag",
-"format": {...}}. What llguidance cannot express is refused by name.
+"format": {...}}. A part that llguidance cannot express is refused by name.
 
 Free text is a lazy terminal: it ends where the first trigger, or the string that must follow, is complete.
 """
@@ -24,7 +24,9 @@ _WHERE = "sampling_params.structural_tag"
 
 
 def lark_of_structural_tag(tag: dict[str, Any], special_tokens: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return llguidance's list of grammars, the main one first. Raise BadRequestError for what it cannot express.
+    """Return llguidance's list of grammars, the main grammar first.
+
+    Raise BadRequestError for parts that it cannot express.
 
     `special_tokens`: text -> id of the tokenizer's special tokens.
     """
@@ -152,7 +154,10 @@ class _Translation:
         return " ".join(parts)
 
     def _tag(self, form: Any, depth: int, begin: str | None = None) -> str:
-        """Return begin, content and end of a tag. `begin` replaces the tag's own, of which a part was read."""
+        """Return begin, content and end of a tag.
+
+        `begin` replaces the tag's own begin, a part of which was read already.
+        """
         begin = _string(form, "begin") if begin is None else begin
         ends = form.get("end")
         ends = ends if isinstance(ends, list) else [ends]

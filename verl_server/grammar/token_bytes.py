@@ -16,7 +16,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A token of one byte, as SentencePiece writes it."""
 
 Spell = Callable[[str], bytes | None]
-"""From a piece of the vocabulary to its bytes, or to None if only decoding can show them."""
+"""Converts a piece of the vocabulary into its bytes, or into None if the bytes follow from decoding only."""
 
 
 def speller(backend: Any) -> Callable[[int], bytes | None]:
@@ -38,7 +38,7 @@ def speller(backend: Any) -> Callable[[int], bytes | None]:
 
 
 def spelling(decoder: dict[str, Any] | None) -> Spell | None:
-    """Return how a decoder, given as an object of JSON, spells pieces; None if it spells them in a way of its own."""
+    """Return the function from pieces to bytes for a decoder (a JSON object). None for an unknown decoder."""
     kinds = {part.get("type") for part in _steps(decoder)}
     # A decoder may have both: transformers writes SentencePiece's steps before ByteLevel for some GGUF files. Pieces of
     # byte-level BPE have one character for each byte, so no piece of theirs is for the other steps.
@@ -46,7 +46,9 @@ def spelling(decoder: dict[str, Any] | None) -> Spell | None:
 
 
 def with_one_kind(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer's content, in which ByteLevel alone replaces a decoder of several steps that has ByteLevel.
+    """Return a tokenizer's content.
+
+    If its decoder has several steps, one of them ByteLevel, ByteLevel alone replaces it.
 
     ByteLevel alone decodes each token into the same bytes. A reader that uses the first kind of decoder that it finds
     then decodes correctly.

@@ -1,7 +1,7 @@
 """`try_out`: compiles a grammar and generates with it, in a process that may be killed.
 
-A grammar can be small and its automata huge, at once or only after some tokens. Whatever a trial survives, the
-scheduler can compile: the trial runs in a thread with a smaller stack and with a bound on memory.
+A grammar can be small and its automata huge, at once or only after some tokens. If a trial succeeds, the scheduler can
+compile the grammar, because the trial runs in a thread with a smaller stack and with a bound on memory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from verl_server.grammar.mask_executor import MaskExecutor
 MOST_MEMORY = 1 << 30
 """Bytes of address space that a trial may take. The process ends if it needs more."""
 _OUTPUTS, _TOKENS, _LEAST_MASKS = 8, 64, 4
-"""Number of outputs, most tokens of each, and number of masks that are made even if they take long."""
+"""Number of outputs, most tokens of an output, and number of masks that are computed even if they take long."""
 _SECONDS = 0.1
-"""Processor time for random outputs."""
+"""Seconds of processor time for random outputs."""
 _MOST_TRIED_ALONE = 16
 """Schemas of a refused grammar that are tried one by one."""
 _MOST_STEP_SECONDS = 0.02
-"""CPU time that the mask of one token may take. Other requests wait for it."""
+"""Seconds of CPU time that the mask of one token may take. Other requests wait for this mask."""
 
 
 def try_out(compiler: GrammarCompiler, grammar: str) -> int:
@@ -78,7 +78,7 @@ def _refusal(error: BaseException) -> Exception:
 
 
 def _with_owner(error: BadRequestError, compiler: GrammarCompiler, grammar: str) -> BadRequestError:
-    """Return the error with the owner of the schema that has it alone, or with the owners of all of them."""
+    """Return the error with the owner of the schema that has the error by itself, or with the owners of all schemas."""
     schemas = schemas_alone(grammar)
     if not schemas or any(str(error).startswith(f"{owner}: ") for owner in schemas):
         return error

@@ -6,8 +6,8 @@ child. So the user's `__main__` is not imported again and needs no `if __name__ 
 state nor locks are inherited.
 
 In the child, `child_main` runs the target, reports `ready(info)` or the error on a pipe, and watches its parent:
-end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is in native code and
-holds the interpreter lock notices this only after it has released the lock.)
+end-of-file on a second pipe, or another parent pid, means that the parent has ended. (A child that is in native code
+and holds the interpreter lock notices this only after it has released the lock.)
 """
 
 from __future__ import annotations

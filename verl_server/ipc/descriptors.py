@@ -15,7 +15,7 @@ _WANTED = 65_536
 """The new limit, unless more is needed. It is the number of ports; a much larger limit would slow down
 programs that check every descriptor up to the limit."""
 DESCRIPTOR_SLACK = 128
-"""Descriptors that a process needs beside its connections, for libraries, pipes, model files and logs."""
+"""Number of descriptors for libraries, pipes, model files and logs, in addition to connections."""
 
 
 def raise_descriptor_limit(connections: int | None = None, reason: str = "") -> int:

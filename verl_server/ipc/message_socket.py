@@ -16,13 +16,16 @@ from collections import deque
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
 _CHUNKS_AT_ONCE = 16
-"""Chunks that one call reads or sends: a peer that never pauses must not keep this end from the rest of its loop."""
+"""The most chunks that one call reads or sends.
+
+A peer that never pauses must not keep this process from the rest of its loop.
+"""
 
 
 class MessageSocket:
     """One end of a connection. Not thread-safe.
 
-    A peer that is gone is no error: `receive` returns nothing more, and `send` discards messages.
+    If the peer has ended, this is no error: `receive` returns no more messages, and `send` discards messages.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -34,7 +37,7 @@ class MessageSocket:
         self._chunk = memoryview(bytearray(_CHUNK))
         self._peer_listens = True
         self.is_closed = False
-        """True if the peer is gone and all its messages were received, or if `close` was called."""
+        """True if the peer has ended and all its messages were received, or if `close` was called."""
 
     @classmethod
     def pair(cls) -> tuple[MessageSocket, socket.socket]:

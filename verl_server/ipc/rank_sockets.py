@@ -51,7 +51,9 @@ class RankSockets:
         gather_timeout: float | None,
         broadcast_timeout: float | None,
     ) -> None:
-        """`peers` are, on the first rank, the sockets to the others in order, and elsewhere the one to the first rank.
+        """On the first rank, `peers` are the sockets to the other ranks in order.
+
+        On other ranks, `peers` is the socket to the first rank.
 
         This object owns the sockets. `ranks` are the global ranks of the peers, for error messages. Timeouts are in
         seconds; None waits without a bound.
@@ -99,7 +101,7 @@ class RankSockets:
     def gather(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, in the order of ranks, on every rank.
 
-        Raise RuntimeError on every rank if a rank is gone or late. The error names the late ranks.
+        Raise RuntimeError on every rank if a rank has ended or is late. The error names the late ranks.
         """
         with self._lost_on_error():
             if self._is_hub:
@@ -259,7 +261,7 @@ class GlooChannel:
         self._gather_timeout = gather_timeout
 
     is_closed = False
-    """Always False: if a rank is gone, the next call raises."""
+    """Always False. If a rank has ended, the next call raises an error."""
 
     def gather(self, data: bytes) -> list[bytes]:
         if self._gather_timeout is not None:

@@ -15,12 +15,12 @@ class HasFileno(Protocol):
 
 
 def wait_readable(what: int | HasFileno, seconds: float | None = None) -> bool:
-    """Return True when `what` can be read or its peer is gone, False after `seconds`. None waits without a bound."""
+    """Return True when `what` can be read or its peer has ended, False after `seconds`. None waits without a bound."""
     return _wait(what, select.POLLIN, seconds)
 
 
 def wait_writable(what: int | HasFileno, seconds: float | None = None) -> bool:
-    """Return True when `what` has room or its peer is gone, False after `seconds`. None waits without a bound."""
+    """Return True when `what` has room or its peer has ended, False after `seconds`. None waits without a bound."""
     return _wait(what, select.POLLOUT, seconds)
 
 

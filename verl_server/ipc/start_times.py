@@ -1,7 +1,7 @@
 """`StartTimes`: the time at which each phase of a process's start ended.
 
 The clock is the same in all processes of a host. A scheduler process creates one `StartTimes`, and the modules that
-build a rank mark the ends of their phases. `scheduler_info["start"]` carries the times to the front process, and
+build a rank mark the ends of their phases. `scheduler_info["start"]` has the times for the front process, and
 `benchmarks.startup` prints them.
 """
 

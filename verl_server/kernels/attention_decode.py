@@ -40,7 +40,7 @@ def _merge_shared(
     heads: tl.tensor, shared_acc: tl.tensor, shared_max: tl.tensor, shared_sum: tl.tensor,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Merge a head's softmax over its own keys (m, total, acc) with the one over its shared keys in `levels` runs.
+    """Merge a head's softmax over its own keys (m, total, acc) with its softmax over shared keys in `levels` runs.
 
     `of_head` is the index of (entry, KV head) among `heads` such pairs. The shared results are stored level by level.
     """

@@ -33,7 +33,7 @@ def cache_folder() -> Path:
 
 
 def share() -> None:
-    """Let this process wait while another one compiles the kernel that it needs, and count its own compilations."""
+    """Make this process wait while another process compiles the same kernel. Count the compilations of this process."""
     global _state
     from triton import knobs
 
@@ -67,7 +67,7 @@ class _Shared:
         self._owner, self._file = -1, -1
 
     def before(self, *, key: str, fn: Any, **_: Any) -> bool:
-        """Lock the kernel. Return False: the compilation goes on."""
+        """Lock the kernel. Return False, so that the compilation continues."""
         with contextlib.suppress(OSError):  # a cache that cannot be written, or locked: no other process can use it
             file = self._lock_file()
             fcntl.lockf(file, fcntl.LOCK_UN)  # a compilation that failed has no end

@@ -31,13 +31,13 @@ def options(pdl: bool) -> dict[str, Any]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def let_next_begin(DEPENDENT: tl.constexpr) -> None:
-    """Let the next kernel begin once every program of this kernel has called this, or has ended."""
+    """Permit the next kernel to begin when every program of this kernel has called this function, or has ended."""
     if DEPENDENT:
         gdc_launch_dependents()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def wait(DEPENDENT: tl.constexpr) -> None:
-    """Wait until the kernel before has ended and its results are visible."""
+    """Wait until the preceding kernel has ended and its results are visible."""
     if DEPENDENT:
         gdc_wait()

@@ -30,7 +30,7 @@ GOLDEN, MIX_1, MIX_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D
 """SplitMix64's increment and multipliers. Words are int64 that wrap around, which NumPy, PyTorch and Triton support."""
 
 LOWEST = torch.finfo(torch.float32).min
-"""Reported in place of a log-probability of minus infinity."""
+"""Value that replaces a log-probability of minus infinity."""
 
 SPAN = 100.0
 """A token whose logit is this far below the largest one is never drawn, because the noise spans less than 45. Its

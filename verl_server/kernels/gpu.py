@@ -16,8 +16,10 @@ _assumed: tuple[int, int] | None = None
 
 
 def multiprocessors(device: torch.device, *, interpreted: int) -> int:
-    """Return the multiprocessors of a GPU, by which kernels divide their work. On other devices: those that are
-    assumed, else `interpreted`, which is for Triton's interpreter."""
+    """Return the number of multiprocessors of a GPU, among which kernels divide their work.
+
+    On other devices, return the assumed number, or else `interpreted`, which is for Triton's interpreter.
+    """
     if device.type == "cuda":
         count: int = _properties(device).multi_processor_count
         return count
@@ -25,7 +27,10 @@ def multiprocessors(device: torch.device, *, interpreted: int) -> int:
 
 
 def capability(device: torch.device) -> int:
-    """Return the compute capability of a GPU, 10 * major + minor. On other devices: the assumed one, else 0."""
+    """Return the compute capability of a GPU, 10 * major + minor.
+
+    On other devices, return the assumed one, or else 0.
+    """
     if device.type == "cuda":
         properties = _properties(device)
         return 10 * properties.major + properties.minor  # type: ignore[no-any-return]
@@ -34,7 +39,8 @@ def capability(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def assumed(number: int, compute_capability: int) -> Iterator[None]:
-    """Within the block, let devices that are no GPU have `number` multiprocessors and this compute capability.
+    """Within the block, treat devices that are no GPU as a GPU with `number` multiprocessors and this compute
+    capability.
 
     Kernels that are launched within the block are specialized for that GPU. They can be compiled, but not run.
     """

@@ -44,7 +44,7 @@ def apply_reference(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 
 
 def compile_kernel(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile or load what `apply` needs on CUDA, so that no step waits for it."""
+    """Compile or load the kernel of `apply` on CUDA, so that no step waits for it."""
     logits = torch.zeros(1, vocab, dtype=dtype, device=device)
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     apply(logits, rows, torch.zeros(1, -(-vocab // 32), dtype=torch.int32, device=device))

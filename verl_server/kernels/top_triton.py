@@ -17,7 +17,10 @@ _BLOCK = tl.constexpr(draw.BLOCK)
 _LOWEST = tl.constexpr(draw.LOWEST)
 
 SIZES = (8, 16, 32)
-"""Numbers of tokens for which the kernel is compiled; a smaller number is found by the next one."""
+"""Numbers of tokens for which the kernel is compiled.
+
+For other numbers, the kernel of the next larger number is used.
+"""
 MOST = SIZES[-1]
 """The most tokens that `top` finds. Its work grows with their number."""
 
@@ -108,6 +111,6 @@ def _top_of_row(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _largest(values: tl.tensor, free: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Return the place of the largest value among the free ones. Values of -inf are free, too, but are last."""
+    """Return the index of the largest value that was not taken yet. Values of -inf are taken last."""
     score = tl.where(free, tl.maximum(values, _LOWEST), -float("inf"))
     return tl.minimum(tl.argmax(score, 0), COUNT - 1)

@@ -47,8 +47,11 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
     input_ids: list[int] = []
     """Token ids of the prompt: at least one, and fewer than the context length. The scheduler checks this again."""
     packed_ids: bytes = b""
-    """The same as an array of int32, in the place of `input_ids` on the way to the scheduler: a list of 128k ids takes
-    milliseconds to encode. `SchedulerSockets` unpacks it."""
+    """The prompt as an array of int32, which replaces `input_ids` in the message to the scheduler: it takes
+    milliseconds to encode a list of 128k ids.
+
+    `SchedulerSockets` unpacks the array.
+    """
     sampling: SamplingParams
     """Verified settings. `max_new_tokens` is an int that fits the context."""
     stop_ids: list[int] = []
@@ -167,8 +170,10 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):
     """Entry index -> log-probabilities of the new tokens under the policy, without mask, penalty or bias. For requests
     with `return_logprob` whose `output_logprobs` are of another distribution, if the engine computes them."""
     has_choice: dict[int, list[bool]] = {}
-    """Entry index -> for each new token, whether masks allowed another one. For requests with `return_logprob` and
-    masks, if the engine counts it."""
+    """Entry index -> for each new token, True if masks allowed another token.
+
+    For requests with `return_logprob` and masks, if the engine counts this.
+    """
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Entry index -> log-probabilities of the prompt. Sent once, with the first message of a request that needs
     them."""

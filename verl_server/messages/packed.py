@@ -136,7 +136,7 @@ class PromptLogprobs(msgspec.Struct, kw_only=True):
 
     @property
     def ranks(self) -> list[int | None]:
-        """Place of each token among all tokens of the vocabulary, the most likely first, from 1. Equal tokens share it.
+        """Rank of each token in the vocabulary: 1 is the most likely token, and equally likely tokens share a rank.
 
         A new list, parallel to `token_ids`.
         """

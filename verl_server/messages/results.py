@@ -79,15 +79,20 @@ class MetaInfo(TypedDict):
     """With `return_logprob`: `sampling_params.logprobs_mode`, the distribution of the log-probabilities of output
     tokens. Those of prompt tokens are always raw."""
     policy_logprobs: NotRequired[Literal["same", "given", "unknown"]]
-    """With `return_logprob`: where the log-probabilities of the output tokens under the policy are, which is the
-    log-softmax of (the model's logits / temperature) without mask, penalty or bias. "same": in `output_token_logprobs`.
-    "given": in `output_token_policy_logprobs`. "unknown": nowhere. A ratio of a trainer needs these values."""
+    """With `return_logprob`: the field that has the policy's log-probabilities of the output tokens: the log-softmax of
+    (the model's logits / temperature) without mask, penalty or bias. "same": in `output_token_logprobs`. "given": in
+    `output_token_policy_logprobs`. "unknown": no field has them.
+
+    A trainer's probability ratio needs these values.
+    """
     output_token_policy_logprobs: NotRequired[list[float]]
     """With `policy_logprobs` "given": the policy's log-probability of each output token."""
     output_token_has_choice: NotRequired[list[int]]
     """With `return_logprob`, if a grammar, `allowed_token_ids`, `bad_words` or `min_new_tokens` forbids tokens and the
-    engine counts: 1 for an output token beside which another one was allowed, 0 for one without a choice. A trainer
-    leaves the latter out of its loss."""
+    engine counts: 1 for an output token if another token was allowed, too, and 0 if it was the only allowed token.
+
+    A trainer omits the latter from its loss.
+    """
     input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     """With `top_logprobs_num`: candidates for each prompt position, the most likely first."""
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
@@ -106,10 +111,10 @@ class MetaInfo(TypedDict):
 
 
 class GenerateResult(TypedDict):
-    """One sample. In a stream, each frame holds everything generated so far.
+    """One sample. In a stream, each frame contains the whole output so far.
 
     With the setting `incremental_streaming_output`, a frame holds the text, the token ids and the log-probabilities of
-    output tokens that are new. Counts are cumulative, and what concerns the prompt is in the first and the last frame.
+    output tokens that are new. Counts are cumulative. The first and the last frame have the fields about the prompt.
     Frames may have sent text that a later match of a stop regex cuts off.
     """
 
@@ -118,7 +123,7 @@ class GenerateResult(TypedDict):
     output_ids: list[int]
     """Token ids of the output."""
     meta_info: MetaInfo
-    """Everything about the sample besides its tokens."""
+    """Information about the sample, besides its tokens."""
     prompt_token_ids: NotRequired[list[int]]
     """With `return_prompt_token_ids`: token ids of the prompt."""
     index: NotRequired[int]

@@ -1,4 +1,4 @@
-"""What a session is on the wire: the bodies of `/sessions` and its trajectory.
+"""The wire format of sessions: the bodies of `/sessions`, and trajectories.
 
 The server's session routes write them; `rollout` reads them. Ids are int32, loss masks 0 or 1. `logprobs` are those of
 the mode "default" of `SamplingParams.logprobs_mode`; `policy_logprobs` are the policy's. Times are Unix seconds.
@@ -14,12 +14,16 @@ History = Literal["stored", "template"]
 SessionState = Literal["open", "finished", "expired"]
 BranchKind = Literal["main", "fork", "retry"]
 PolicyLogprobs = Literal["same", "given", "unknown"]
-"""The place of the log-probabilities of a turn's tokens under the policy: log-softmax(model's logits / temperature), as
-a trainer computes them. "same": in `logprobs`. "given": in `policy_logprobs`, because the tokens were drawn under a
-mask, a penalty or a bias. "unknown": nowhere, because the engine did not compute them, or the record is an old one."""
+"""Field with the policy's log-probabilities of a turn's tokens: log-softmax(model's logits / temperature), as in a
+trainer.
+
+"same": `logprobs`. "given": `policy_logprobs`, because the tokens were drawn under a mask, a penalty or a bias.
+"unknown": no field has them, because the engine did not compute them, or because the record is old.
+"""
 ForcedMode = Literal["override", "refuse"]
-"""The treatment of a request that sets a forced sampling parameter to another value: it is sampled with the forced one,
-and its turn records what was asked for; or it is refused with 400."""
+"""The treatment of a request that sets a forced sampling parameter to another value: it is sampled with the forced
+value, and its turn records the requested value; or it is refused with 400.
+"""
 
 
 class SessionLimits(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,13 +52,13 @@ class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True):
     limits: SessionLimits = SessionLimits()
     """Bounds of the session and its children."""
     history: History = "stored"
-    """`stored`: the next prompt keeps the sampled ids; `template`: it is what the chat template renders."""
+    """`stored`: the next prompt keeps the sampled ids. `template`: the chat template renders the next prompt."""
     sampling_params: dict[str, Any] = {}
     """Sampling parameters for requests that do not set them."""
     forced_sampling_params: dict[str, Any] = {}
-    """Sampling parameters that win over those of a request. Null forces the default."""
+    """Sampling parameters that replace those of a request. Null forces the default."""
     forced_mode: ForcedMode = "override"
-    """Requests that ask for another value: `override` records what they asked for, `refuse` answers 400."""
+    """Treatment of requests with another value: `override` records the requested value, `refuse` answers 400."""
     seed: int | None = None
     """A turn's own seed depends on this one, on its prompt, and on the number of earlier samples of the prompt."""
     streaming: bool = False
@@ -79,9 +83,9 @@ class TurnInfo(msgspec.Struct, frozen=True):
 
     turn: int
     parent: int
-    """-1: a root."""
+    """Id of the parent turn. -1 for a root."""
     shared: int
-    """First tokens of the prompt that are the parent's prompt and output."""
+    """Number of leading tokens of the prompt that are also the beginning of the parent's prompt and output."""
     prompt_tokens: int
     output_tokens: int
     finish_reason: str
@@ -90,7 +94,7 @@ class TurnInfo(msgspec.Struct, frozen=True):
     """(weight version, index of the first sampled token under it), in order."""
     calls: list[dict[str, Any]]
     times: tuple[float, float, float]
-    """Accepted, first token, finished."""
+    """Times at which the request was accepted, the first token was sampled, and the turn finished."""
     delivered: bool = True
     aborted: bool = False
     resampled: bool = False
@@ -155,12 +159,15 @@ class BranchTurn(msgspec.Struct, frozen=True):
     """ "cut" if another branch has the rest of the turn."""
     calls: list[dict[str, Any]] = []
     sampling: dict[str, Any] = {}
-    """What shaped the distribution: `temperature`, the `sampling_seed` if there is one, and the other parameters of
-    `SamplingParams` that differ from their defaults. `grammar` is a digest of the output's grammar."""
+    """Parameters that shaped the distribution:
+
+    `temperature`, the `sampling_seed` if there is one, and the other parameters of `SamplingParams` that differ from
+    their defaults. `grammar` is a digest of the output's grammar.
+    """
     policy_logprobs: PolicyLogprobs = "unknown"
-    """The place of the policy's log-probabilities of the sampled tokens."""
+    """Field that has the policy's log-probabilities of the sampled tokens."""
     overridden: dict[str, Any] = {}
-    """Sampling parameters that the request set to other values than those that the session forces."""
+    """Sampling parameters for which the request set other values than the session forces."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -179,7 +186,7 @@ class Branch(msgspec.Struct, frozen=True):
     session: str
     turns: list[BranchTurn]
     shared_tokens: int
-    """First ids that an earlier branch has too, with its loss mask there."""
+    """Number of leading ids that an earlier branch has, too, with their loss mask."""
     ids: Any
     """list of int, or an int32 column."""
     loss_mask: Any

@@ -74,12 +74,13 @@ class AttentionGroup:
     tokens: slice | Tensor
     """Positions of the group's tokens in the step: a slice of entries * queries tokens, or as many int64 indices."""
     outputs: Tensor | None = None
-    """Positions in the flattened [entries * queries] that are real tokens; None if all are."""
+    """Positions of real tokens in the flattened [entries * queries]. None if there is no padding."""
     gathers: list[Gather] | None = None
     """The pool reads of the group's entries, in order. None if the entries are prompts without a cached prefix, which
     attend to the step's own keys."""
     folded: bool = False
-    """True if the query heads that share a KV head become further query rows, so that keys are not expanded."""
+    """True if the query heads that share a KV head are treated as additional query rows, so that keys are not expanded.
+    """
 
 
 @dataclass

@@ -37,7 +37,7 @@ class CpuStep:
     placement: Placement
     """Keeps the arrays alive that `args` points to."""
     scores: Tensor
-    """Scratch memory [threads, query heads per KV head, stride] fp32, which `args` points to as well."""
+    """Scratch memory [threads, query heads per KV head, stride] fp32. `args` points to it, too."""
     groups: list[AttentionGroup]
     """Groups of the entries that do not decode; these follow the decodes in the batch."""
 

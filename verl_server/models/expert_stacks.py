@@ -58,7 +58,7 @@ def expanded_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _members(name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-    """Return the names and boxes of the members of a stack; nothing if `name` is not that of a stack."""
+    """Return the names and boxes of the members of a stack, or nothing if `name` is no stack."""
     match = _STACK.fullmatch(name)
     if match is None:
         return {}

@@ -66,17 +66,20 @@ class WholeTensorLoader(Protocol):
     """Installs whole checkpoint tensors in a model whose storage another engine arranges."""
 
     names: frozenset[str]
-    """Tensors that it installs. The other slots have pieces, or nothing on this rank."""
+    """Tensors that the loader installs. The other slots have pieces, or nothing on this rank."""
 
     @property
     def refusal(self) -> str:
-        """The reason why no update can be installed now, by pieces or by the loader; empty if it can."""
+        """The reason why no update can be installed now, by pieces or by the loader.
+
+        Empty if updates can be installed.
+        """
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Install the tensors. They may be freed afterwards. An error leaves the weights torn."""
 
     def lacking(self, names: Iterable[str]) -> list[str]:
-        """Return the parameters that must come together with `names`, and are not among them."""
+        """Return the parameters that must be installed together with `names` and are not among them."""
 
 
 @dataclass
@@ -257,7 +260,8 @@ def check_covers(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], wher
 
 
 def fill_dummy(weight_map: WeightMap, device: torch.device) -> None:
-    """Fill with random weights that are the same at every start: the seed of each full tensor follows from its name.
+    """Fill the parameters with random weights, equal at every start: the seed of each full tensor follows from its
+    name.
 
     So all ranks and all replicas have the same model, for every `tp_size` and `random_seed`.
     """

@@ -1,7 +1,7 @@
 """`Distribution`: the softmax of rows of logits, from which the sampler draws and reads log-probabilities.
 
 `LogSoftmax` is the definition, in PyTorch for any device. `fused.FusedDistribution` computes the same with kernels, and
-holds no copy of the logits. `PointMass` is what a greedy row is drawn from.
+holds no copy of the logits. `PointMass` is the distribution of a greedy row.
 
 Minus infinity is returned as the lowest finite fp32 number. A row with NaN or +inf returns NaN.
 """
@@ -21,11 +21,17 @@ from verl_server.sampling.penalties import Penalize, penalize
 
 
 class Distribution(Protocol):
-    """n rows over the vocabulary. All log-probabilities of a row come from one normalizer: a token has the same one,
-    bit for bit, as the sampled token, among the most likely tokens and among the requested ids."""
+    """n rows over the vocabulary. All log-probabilities of a row come from one normalizer.
+
+    So a token has the same log-probability, bit for bit, as the sampled token, among the most likely tokens and among
+    the requested ids.
+    """
 
     def of(self, ids: Tensor) -> Tensor:
-        """Return the log-probabilities of `ids` int64 [n, m], for each row its own."""
+        """Return the log-probabilities [n, m] of `ids` int64 [n, m].
+
+        Row i of `ids` is for row i of the distribution.
+        """
         ...
 
     def top(self, num: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """`Masks`: tokens that rows of a batch must not sample, by `min_new_tokens`, `allowed_token_ids` and `bad_words`.
 
-The `Sampler` owns it. A forbidden token gets the logit -inf in place, before all arithmetic on logits, none of which
-changes it. So the token has no part in log-probabilities and in filters. A word of several tokens depends on the
-output, so such a row needs all earlier tokens on the host (`SampleSpec.reads_outputs`).
+The `Sampler` owns it. A forbidden token gets the logit -inf in place, before all arithmetic on logits. No later
+arithmetic changes this logit. So the token has no part in log-probabilities and in filters. A word of several tokens
+depends on the output, so such a row needs all earlier tokens on the host (`SampleSpec.reads_outputs`).
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Masks:
         self._forbidden_logit: dict[torch.dtype, Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the masks on the device. The next `set_batch` makes all of them."""
+        """Drop the masks on the device. The next `set_batch` builds all masks again."""
         self._specs, self._forbidden = [], None
 
     def set_batch(self, specs: list[SampleSpec]) -> None:
-        """Prepare for a batch of other rows. Masks of rows that stay in the batch are kept."""
+        """Prepare for a batch with different rows. A row that stays in the batch keeps its mask."""
         limited = [(row, s) for row, s in enumerate(specs) if s.params.allowed_token_ids is not None]
         known = {id(s): place for place, s in enumerate(self._specs)}
         old, self._specs = self._forbidden, [s for _, s in limited]

@@ -27,7 +27,7 @@ class _Counted:
     slots: Tensor
     """int64 [n]: line of the table of each row of the batch, -1 for rows without penalties."""
     repetition: Tensor
-    """fp32 [n], like the other two."""
+    """fp32 [n]. The other two have the same form."""
     frequency: Tensor
     presence: Tensor
 
@@ -111,7 +111,7 @@ class Penalties:
         return logits
 
     def sampled(self, ids: Tensor) -> None:
-        """Note the tokens [n] of the step, which the next step counts. Call it last in a launch."""
+        """Record the tokens [n] of the step, which the next step counts. Call this last in a launch."""
         if self._counts is not None and self._counted is not None:
             self._counts.sampled(ids)
 

@@ -1,21 +1,21 @@
 """`Sampler`: from logits to next tokens and log-probabilities, for a mixed batch, without waiting for the device.
 
-The sampler runs on rank 0. The order of operations is SGLang's. First, a token that a grammar forbids gets the logit
--inf, and so does one that `min_new_tokens` or a mask forbids (`Masks`); no later operation changes that. Then follow
-repetition penalty (prompt and output tokens), frequency and presence penalty (output tokens), `logit_bias` and the
-temperature. Then top-k, top-p (cumulated over the unfiltered distribution) and min-p (relative to the largest
-probability) each filter the same distribution.
+The sampler runs on rank 0. The order of operations is SGLang's. First, a token that a grammar, `min_new_tokens` or a
+mask (`Masks`) forbids gets the logit -inf. No later operation changes this logit. Then follow repetition penalty
+(prompt and output tokens), frequency and presence penalty (output tokens), `logit_bias` and the temperature. Then
+top-k, top-p (cumulated over the unfiltered distribution) and min-p (relative to the largest probability) each filter
+the same distribution.
 
-Log-probabilities of output tokens are the fp32 log-softmax of logits that `SamplingParams.logprobs_mode` names:
-"default" those after the temperature, before the filters; "raw" the model's; "sampling" those after the filters, and
-for a greedy row the sampled token alone. The default is over the allowed vocabulary, because grammars, masks and
-`min_new_tokens` count. Temperature 0 counts as 1. Log-probabilities of prompt tokens (`logprobs.PromptCandidates`) are
-always raw.
+Log-probabilities of output tokens are the fp32 log-softmax of the logits that `SamplingParams.logprobs_mode` chooses:
+"default", the logits after the temperature and before the filters; "raw", the model's logits; "sampling", the logits
+after the filters, and for a greedy row the sampled token alone. The default is over the allowed vocabulary, because
+grammars, masks and `min_new_tokens` count. Temperature 0 counts as 1. Log-probabilities of prompt tokens
+(`logprobs.PromptCandidates`) are always raw.
 
-Where the reported log-probability is not that of the policy (`SampleSpec.adds_policy`), the policy's is reported
-beside it: the fp32 log-softmax of the model's logits / temperature, which is what a trainer computes. And where a mask
-may leave a single token, it is reported whether it did: such a token says nothing about the policy. Both are computed
-on the device from a copy of the model's logits of these rows. Other rows pay nothing.
+If the reported log-probability is not the policy's (`SampleSpec.adds_policy`), the policy's log-probability is reported
+in addition: the fp32 log-softmax of the model's logits / temperature, which a trainer computes, too. If a mask may
+leave a single token, the result reports whether it did: such a token says nothing about the policy. Both are computed
+on the device from a copy of the model's logits of these rows. Other rows need no extra work.
 
 A draw (`kernels.draw`) is a function of the request's seed, the position of the token and the distribution. It does not
 depend on the other rows of the batch or on earlier steps.
@@ -199,7 +199,7 @@ class _Masked:
     places: Tensor
     rows: list[int]
     nums: list[int]
-    """Most tokens of each."""
+    """The most tokens of each row."""
 
 
 class Sampler:
@@ -213,7 +213,7 @@ class Sampler:
         self._batch: _Batch | None = None
 
     def forget(self) -> None:
-        """Forget the last batch, because a launch that failed may have left its state half updated."""
+        """Drop the state of the last batch, because a failed launch may have updated only a part of it."""
         self._batch = None
         self._penalties.forget()
         self._masks.forget()

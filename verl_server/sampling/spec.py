@@ -15,7 +15,7 @@ from verl_server.messages.packed import PromptLogprobs, TokenLogprobs
 from verl_server.sampling_params import TOP_K_ALL, LogprobsMode, SamplingParams
 
 NOTHING_ALLOWED = math.inf
-"""Stands in for a log-probability if every token of the row has the logit -inf, so that none can be sampled."""
+"""Value that replaces a log-probability if every token of the row has the logit -inf, so that none can be sampled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class SampleSpec:
     filtered: bool = field(init=False)
     """True if top-k, top-p or min-p may remove tokens."""
     adds_policy: bool = field(init=False)
-    """True if the reported log-probability is not the policy's, which is reported beside it."""
+    """True if the reported log-probability is not the policy's, so that the policy's is reported in addition."""
     counts_choice: bool = field(init=False)
     """True if a mask may leave a single token, so that it is reported whether there was a choice."""
     special: bool = field(init=False)
@@ -114,12 +114,18 @@ class ForwardOutput:
     """Log-probabilities of requested token ids; None for entries that did not request them."""
     policy_logprobs: dict[int, float] = field(default_factory=dict)
     """Index -> log-probability of the sampled token under the policy: log-softmax(model's logits / temperature),
-    without mask, penalty or bias. For entries with `SampleSpec.adds_policy`; that of the others is in `logprobs`."""
+    without mask, penalty or bias. For entries with `SampleSpec.adds_policy`.
+
+    For other entries, the policy's log-probability is in `logprobs`.
+    """
     has_choice: dict[int, bool] = field(default_factory=dict)
     """Index -> True if masks allowed at least two tokens, for entries with `SampleSpec.counts_choice`."""
     sampling_masks: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """Index -> all tokens that could be drawn, with their log-probabilities among each other, for entries that
-    requested them. No tokens if there are more than `SampleSpec.sampling_mask_num`."""
+    """Index -> all tokens that could be drawn, with log-probabilities normalized over these tokens, for entries that
+    requested them.
+
+    No tokens if there are more than `SampleSpec.sampling_mask_num`.
+    """
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """Batch entry -> log-probabilities of the prompt tokens that this chunk predicts, from raw logits. Item j belongs
     to the token after new token first + j of the chunk, where `first` is the one of `ForwardBatch.prompt_logprobs`. The

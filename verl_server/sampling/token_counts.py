@@ -1,8 +1,8 @@
 """`TokenCounts`: how often each token occurs in the requests of a batch, in a table on the device, for penalties.
 
 `Penalties` owns it. A request has a line of the table while it is in the batch. The token that a step samples is
-counted before the next step samples, from the ids on the device, so the host need not know it. Tokens of earlier steps
-are counted from the lists of the request.
+counted before the next step samples, from the ids on the device. So the host need not have the token. Tokens of earlier
+steps are counted from the lists of the request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenCounts:
         self._lines: dict[int, int] = {}
         self._free = list(range(_FIRST_LINES))
         self._specs: list[SampleSpec] = []
-        """The requests that have a line, so that their identities stay theirs."""
+        """The requests that have a line. The references keep their identities from being reused."""
         self._counted = np.zeros(_FIRST_LINES, dtype=np.int64)
         """Number of output tokens that each line contains."""
         self._rows: _Rows | None = None
@@ -102,7 +102,7 @@ class TokenCounts:
             self._count_from_host(self._specs[i], int(rows.lines[i]), int(wanted[i]))
 
     def sampled(self, ids: Tensor) -> None:
-        """Note the ids that a step sampled. The next `count` adds those that its rows contain."""
+        """Record the ids that a step sampled. The next `count` adds the ids of its rows."""
         assert self._rows is not None
         self._sampled = ids, self._rows.places, self._rows.lines
 

@@ -1,6 +1,6 @@
 """`PipeOutput`: an output that is no regular file (a pipe, a terminal, /dev/null), which is opened once.
 
-`TrajectoryFile` uses it. A pipe that is opened for each line ends for its reader after the first one.
+`TrajectoryFile` uses it. If a pipe were opened for each line, its reader would see the end after the first line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl_server.files.run_output import is_stdout
 logger = logging.getLogger(__name__)
 
 _READER_SECONDS = 60.0
-"""Time for a reader to open a named pipe."""
+"""Seconds for a reader to open a named pipe."""
 _PAUSE = 0.05
 
 
@@ -36,7 +36,7 @@ class PipeOutput:
         return is_stdout(self._descriptor)
 
     def write(self, data: bytes) -> None:
-        """Write all of `data`. Raise VerlServerError if the reader is gone."""
+        """Write all of `data`. Raise VerlServerError if the reader has closed the output."""
         rest = memoryview(data)
         try:
             while rest:

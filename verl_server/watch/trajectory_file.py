@@ -84,7 +84,7 @@ class TrajectoryFile:
         return set(self._kept)
 
     def begin(self, model: str) -> None:
-        """Begin to write. `model` is the server's. Raise BadRequestError if the resumed run had another one."""
+        """Begin to write. `model` is the server's model. Raise BadRequestError if the resumed run had another model."""
         if self._claim is None:
             return
         settings = self._settings | {"model": model}
@@ -139,7 +139,7 @@ class TrajectoryFile:
         check_settings(self.file, self._run_file, settings, may_differ)
 
     def _read(self) -> None:
-        """Note which episodes are there.
+        """Record the episodes in the file.
 
         Drop a last line that was cut off, and episodes that the policy did not end or had no part in. If an episode has
         several lines, keep the last one.

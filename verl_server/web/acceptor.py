@@ -21,8 +21,10 @@ logger = logging.getLogger(__name__)
 _BATCH = 64
 """Largest number of connections that are accepted before the event loop runs other work."""
 _IDLE_SECONDS = 5.0
-"""Seconds that a connection may wait for its next request while others wait for a place. After as many seconds without
-any place for them, connections that are in use end with their response."""
+"""Seconds that a connection may wait for its next request while other connections wait to be accepted.
+
+If none could be accepted for as many seconds, connections in use are closed after their response.
+"""
 _FIRST_SECONDS = 1.0
 """Seconds that a new connection may take for its first request while others wait for a place."""
 _RETRY_SECONDS = 0.05
@@ -96,11 +98,10 @@ class Acceptor:
             connection.close()
 
     def _make_room(self) -> None:
-        """Close connections that wait for a request for too long.
+        """Close connections that have waited for a request for too long.
 
-        Connections in use keep their places while this gives places to others. If it gives none for `_IDLE_SECONDS`,
-        the connections in use are closed after their response. WebSockets, which uvicorn serves with another class,
-        stay.
+        While this makes room, connections in use stay open. If it makes no room for `_IDLE_SECONDS`, the connections in
+        use are closed after their response. WebSockets, which uvicorn serves with another class, stay.
         """
         now = self._loop.time()
         if self._full_since is None:

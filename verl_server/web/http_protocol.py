@@ -1,4 +1,4 @@
-"""`GuardedProtocol`: uvicorn's HTTP protocol with bounds for what arrives before any application sees it.
+"""`GuardedProtocol`: uvicorn's HTTP protocol with bounds on the data that arrives before the application runs.
 
 uvicorn with httptools collects a request's head, its trailers and its chunk extensions without a bound, and a client
 may take as long as it likes for them. Here each part of a request has a bound in bytes, and a head has one in seconds.
@@ -33,7 +33,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """True while no complete head of a request has arrived that is not answered yet."""
+        """True if no request is being answered and no complete head of a request has arrived."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -112,7 +112,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: bytes, what: str) -> None:
-        """Answer if no other answer is on its way, and close the connection."""
+        """Send an answer unless another answer is being sent, and close the connection."""
         text = f"The request {what}.".encode()
         if not self.transport.is_closing() and self.is_idle:
             head = b"HTTP/1.1 " + status + b"\r\nContent-Type: text/plain\r\nConnection: close\r\nContent-Length: "

@@ -1,6 +1,6 @@
 """`convert_json`: a decoded JSON body -> a struct. Every route and dialect converts its bodies here.
 
-It accepts what the peers accept where nothing is lost, which is what pydantic's lax mode accepts in vLLM and SGLang:
+It accepts the same lossless conversions as pydantic's lax mode in vLLM and SGLang:
 
 | given | for | is |
 |---|---|---|

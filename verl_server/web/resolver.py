@@ -1,10 +1,9 @@
-"""`Resolver`: the one place that decides which operation a request is for, by its path and its method.
+"""`Resolver`: finds the operation of a request by its path and method. No other code does this.
 
-An application asks it before anything else and keeps the answer in `scope["state"]["route"]`. Access rules, sessions,
-replay and dispatch read the answer; none of them parses the path again. So no two of them can disagree about a path.
-
-A path is compared as a whole, as uvicorn decoded it. A path with a slash too many, another case or a control character
-is another path, which nobody serves. There are no redirects.
+An application calls it first and keeps the result in `scope["state"]["route"]`. Access rules, sessions, replay and
+dispatch read the result, and none of them parses the path again. So no two of them can disagree about a path. A path is
+compared as a whole, as uvicorn decoded it. A path with an additional slash, another case or a control character is
+another path, which no operation serves. There are no redirects.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _NO_PARAMETERS: dict[str, str] = {}
 
 
 class Served(Protocol):
-    """An operation: what serves some methods at some paths."""
+    """The interface of an operation, which serves some methods at some paths."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -66,7 +65,7 @@ class Resolver(Generic[OperationT]):
         self._patterns = [(_compiled(path), methods) for path, methods in patterns.items()]
 
     def find(self, method: str, path: str) -> Found[OperationT] | NotServed:
-        """Return the operation of a request, or why there is none."""
+        """Return the operation of a request, or the refusal if there is none."""
         exact = self._exact.get(path)
         if exact is not None and (operation := exact.get(method)) is not None:
             return Found(operation, _NO_PARAMETERS)

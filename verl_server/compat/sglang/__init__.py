@@ -6,8 +6,7 @@
     from verl.workers.rollout.sglang_rollout.http_server_engine import HttpServerAdapter
 
 `install` makes `import sglang...` find the modules of `names.MODULES`. Every other name of SGLang raises an ImportError
-that says what to do. `server_args` translates settings, `launch` starts the server, `weight_sync` writes SGLang's
-payloads.
+with the remedy. `server_args` translates settings, `launch` starts the server, `weight_sync` writes SGLang's payloads.
 
 The adapters send no key after their first call. So the server starts without a key, which is permitted on a loopback
 address only, and warns. On another address, set `allow_unauthenticated=True` if you trust the network.

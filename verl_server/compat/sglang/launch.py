@@ -18,7 +18,7 @@ from verl_server.compat.sglang.server_args import TranslatedArgs
 logger = logging.getLogger(__name__)
 
 _GRACE = 15.0
-"""Seconds that a process gets to end by itself before it is killed."""
+"""Seconds after which a process that has not ended by itself is killed."""
 
 
 def launch_server(server_args: TranslatedArgs, *unused: Any, **also_unused: Any) -> None:

@@ -85,7 +85,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "fastapi_root_path": ("", "the server answers at every prefix that a proxy removes"),
     "enable_custom_logit_processor": (False, "requests that carry a processor are refused"),
 }
-"""Setting -> (SGLang's default, why nothing is lost)."""
+"""Setting without effect -> (SGLang's default, the reason)."""
 
 _NOT_SPLIT = "the server has one data-parallel, pipeline and expert rank; start several servers"
 _NO_DRAFT = "speculative decoding is not implemented"
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "decrypted_config_file": (None, "edit config.json in the model's folder"),
     "checkpoint_engine_wait_weights_before_ready": (False, "start with load_format='dummy' and push weights"),
 }
-"""Setting -> (SGLang's default, what to do instead)."""
+"""Refused setting -> (SGLang's default, the alternative)."""
 
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _LOG_LEVELS = {"warn": "warning", "critical": "error", "fatal": "error", "trace": "debug", "notset": "debug"}

@@ -22,12 +22,12 @@ from torch.multiprocessing import reductions
 
 _BUCKETS = "sglang.srt.weight_sync.tensor_bucket"
 _sharing_lock = threading.Lock()
-"""Held while the process's strategy of sharing is changed."""
+"""Lock that is held while the process's sharing strategy is changed."""
 
 
 @dataclass
 class LocalSerializedTensor:
-    """One tensor, as each tensor-parallel rank of the server reads it."""
+    """One tensor for all tensor-parallel ranks of the server."""
 
     values: list[bytes]
     """One pickled tensor for each rank."""
@@ -53,7 +53,7 @@ class FlattenedTensorMetadata:
 
 @dataclass
 class UpdateWeightsFromTensorReqInput:
-    """An update, as adapters hand it from `update_weights` to their HTTP call."""
+    """An update, which adapters pass from `update_weights` to their HTTP call."""
 
     serialized_named_tensors: list[bytes | str]
     """One payload for each tensor-parallel rank."""
@@ -112,7 +112,7 @@ class _Pickler(ForkingPickler):
 
 
 def _rebuild_cuda_tensor_modified(*arguments: Any) -> None:
-    """Stand for the function that SGLang's pickles name for a CUDA tensor whose GPU is named by its UUID."""
+    """Represent the function in SGLang's pickles that rebuilds a CUDA tensor on the GPU with a UUID."""
     raise RuntimeError(
         "A payload of handles was unpickled in this process, which cannot open them. Send it to the server's route "
         "/update_weights_from_tensor instead."

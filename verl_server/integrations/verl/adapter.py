@@ -32,10 +32,10 @@ from verl_server.integrations.verl.weight_push import Named, WeightPush
 T = TypeVar("T")
 
 WIRE_FORMAT = "verl_server"
-"""`wire_format` of weights that our checkpoint engine has already written into the server."""
+"""`wire_format` of weights that this package's checkpoint engine has already written into the server."""
 _TAGS = ["kv_cache", "weights"]
 _ACTOR_TIMEOUT = 900.0
-"""Seconds to wait for an answer of the server actor, whose own waits end before."""
+"""Seconds to wait for an answer of the server actor. The actor's own waits are shorter."""
 
 
 class ServerAdapter(BaseRollout):

@@ -1,8 +1,8 @@
-"""`VerlServerCheckpointEngine`: weights from verl's trainer to rollout servers on other GPUs.
+"""`VerlServerCheckpointEngine`: sends weights from verl's trainer to rollout servers on other GPUs.
 
 verl's `CheckpointEngineManager` calls it, in the order of the methods, on all trainer ranks (`ActorRolloutRefWorker`)
-and on all rollout workers (`CheckpointEngineWorker`, one for each GPU of a replica). The workers only say which server
-they belong to: the weights travel from the trainer's ranks straight to the servers (`separate_servers`).
+and on all rollout workers (`CheckpointEngineWorker`, one for each GPU of a replica). The workers only report the server
+to which they belong. The trainer's ranks push the weights directly to the servers (`separate_servers`).
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=verl_server
 """
@@ -31,7 +31,7 @@ Transport = Literal["auto", "group"]
 
 @dataclass(frozen=True)
 class RolloutServer:
-    """The server of a replica, as the replica announces it to its workers."""
+    """The server of a replica, which the replica announces to its workers."""
 
     replica_rank: int
     url: str
@@ -69,7 +69,7 @@ def announce_server(worker: Any, server: RolloutServer) -> None:
 
 @CheckpointEngineRegistry.register("verl_server")
 class VerlServerCheckpointEngine(CheckpointEngine):
-    """Pushes by memory handles where trainer and server share a host, and over a process group elsewhere."""
+    """Pushes weights by memory handles if trainer and server share a host, and over a process group otherwise."""
 
     wire_format = "verl_server"
 

@@ -1,7 +1,7 @@
 """`FSDPEngineWithShards`: verl's FSDP engine, whose weights the server reads shard by shard, without gathers.
 
-verl selects it with `VERL_ENGINE_VENDOR=verl_server`, for every model of the job. It behaves as its parent in
-everything but `get_per_tensor_param`, and there too for all who iterate the result.
+verl selects it with `VERL_ENGINE_VENDOR=verl_server`, for every model of the job. Only `get_per_tensor_param` differs
+from the parent. If a caller iterates its result, the tensors are the parent's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FSDPEngineWithShards(FSDPEngineWithLMHead):
     ) -> tuple[Iterable[Named], dict[str, Any] | None]:
         """Return the weights, and the configuration of a LoRA adapter if the weights are an adapter's.
 
-        The weights are the parent's where the parent computes them (adapters, quantization, packed experts, FSDP1).
+        If the parent must compute the weights (adapters, quantization, packed experts, FSDP1), they are the parent's.
         """
 
         def gathered() -> tuple[Iterable[Named], dict[str, Any] | None]:

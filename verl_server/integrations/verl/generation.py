@@ -91,7 +91,7 @@ def _sampling_params(sampling_params: dict[str, Any], options: ServingOptions) -
 
 
 def _token_limit(prompt_tokens: int, requested: int | None, context_length: int, options: ServingOptions) -> int:
-    """Return the most output tokens: the requested limit, or what verl's lengths leave, within the context."""
+    """Return the most output tokens: the requested limit, or the rest of verl's lengths, within the context."""
     room = context_length - prompt_tokens
     if room < 0:
         cause = "actor_rollout_ref.rollout.max_model_len, else the model's max_position_embeddings"
@@ -139,8 +139,8 @@ def output_fields(result: GenerateResult, request: dict[str, Any]) -> dict[str, 
 def _policy_fields(meta: MetaInfo) -> dict[str, Any]:
     """Return the fields of `MetaInfo` about the policy's own log-probabilities. Leave out absent fields.
 
-    verl reads `log_probs` only, as those of the rollout. A caller that forces tools, or sets penalties or a bias, finds
-    here the values that its actor computes, and the tokens that had no alternative.
+    verl reads `log_probs` only, as those of the rollout. For a caller that forces tools, or sets penalties or a bias,
+    these fields have the values that its actor computes, and the tokens that had no alternative.
     """
     found: dict[str, Any] = {}
     for name in ("policy_logprobs", "output_token_policy_logprobs", "output_token_has_choice"):

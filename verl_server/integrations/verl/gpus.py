@@ -1,7 +1,7 @@
 """UUIDs and memory of this node's GPUs, as nvidia-smi reports them.
 
 `replica` asks for the UUIDs in the replica's workers, and `server_actor` for the memory before it starts the server.
-nvidia-smi is used because it creates no CUDA context: that would take hundreds of MB of the GPU in each of these
+nvidia-smi is used because it creates no CUDA context. A context would take hundreds of MB of the GPU in each of these
 processes as long as they run.
 """
 

@@ -35,7 +35,7 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _MOST_CALLS = 100_000
-"""Most calls that an actor runs at once. A control call must never wait for generate calls that are paused."""
+"""The most calls that an actor runs at the same time. A control call must never wait for paused generate calls."""
 
 
 class WorkerPlace(NamedTuple):
@@ -48,7 +48,7 @@ class WorkerPlace(NamedTuple):
 
 
 def _place(_: Any) -> WorkerPlace:
-    """Return the place of the worker that this function runs in."""
+    """Return the node and the GPU of the worker in which this function runs."""
     context, platform, uuid = ray.get_runtime_context(), get_platform(), ""
     if platform.device_name == "cuda":
         uuid = uuid_of(context.get_accelerator_ids()[platform.ray_resource_name()][0])

@@ -35,7 +35,7 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _WATCH_PERIOD = 1.0
-"""Seconds between two looks at the server's process."""
+"""Seconds between two checks of the server's process."""
 _DEATH_DELAY = 30.0
 """Seconds until a request to a server that has ended is answered with the error. verl's balancer prefers the replica
 with the fewest requests in progress: with immediate errors it would send every prompt there."""
@@ -103,7 +103,7 @@ class ServerActor:
         return HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**(settings | local)))
 
     async def _report_death(self, server: HttpServerEngineAdapter) -> str:
-        """Log the end of the server when it happens, also if nothing calls the server. Return the logged text."""
+        """Log the end of the server when it ends, even if no caller calls the server. Return the logged text."""
         while (report := server.exit_report()) is None:
             await asyncio.sleep(_WATCH_PERIOD)
         logger.error("%s", report)
@@ -172,7 +172,7 @@ class ServerActor:
         return TokenOutput(**output)
 
     def _warn_of_edited(self, found: dict[str, Any]) -> None:
-        """Say once that verl trains on log-probabilities of a distribution that its actor does not compute."""
+        """Log once that verl trains on log-probabilities of a distribution that its actor does not compute."""
         if self._warned_of_edited or found.get("policy_logprobs") not in ("given", "unknown"):
             return
         self._warned_of_edited = True
@@ -268,7 +268,10 @@ class ServerActor:
             await self.release_memory(["kv_cache"] if is_alone else ["kv_cache", "weights"])
 
     async def wake_up(self) -> None:
-        """Resume what `sleep` released. Raise BadRequestError for a hybrid server: an update wakes it."""
+        """Resume the memory that `sleep` released.
+
+        Raise BadRequestError for a hybrid server, which an update resumes.
+        """
         if self._options.mode == "hybrid":
             raise BadRequestError(
                 "wake_up is not supported by a hybrid replica: its weights have no contents after sleep, and the "
@@ -314,7 +317,7 @@ class ServerActor:
             await asyncio.to_thread(server.start_profile, folder, **options)
 
     async def stop_profile(self) -> None:
-        """Write the trace, and move it to verl's folder of traces if verl's settings say so."""
+        """Write the trace, and move it to verl's folder of traces if verl's settings require it."""
         server = self._running()
         if self._is_profiled():
             await asyncio.to_thread(server.stop_profile)

@@ -1,8 +1,9 @@
 """verl's rollout settings as settings of this server.
 
 `VerlServerReplica` calls these functions with verl's `RolloutConfig` and `HFModelConfig` (dataclasses or OmegaConf
-nodes). Every field of `RolloutConfig` is in one of four places: it is translated here, verl reads it itself
-(`READ_BY_VERL`), nothing is lost without it (`WITHOUT_EFFECT`), or it is refused by name (`REFUSED`).
+nodes). Every field of `RolloutConfig` is in one of four groups: fields that this module translates, fields that verl
+reads itself (`READ_BY_VERL`), fields without effect (`WITHOUT_EFFECT`), and fields that are refused by name
+(`REFUSED`).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ WITHOUT_EFFECT = {
     "sglang_engine_mode": "no part of verl reads it",
     "skip_tokenizer_init": "the server keeps its tokenizer, for OpenAI clients",
 }
-"""Field of `RolloutConfig` -> the reason why nothing is lost without it."""
+"""Field of `RolloutConfig` without effect -> the reason."""
 
 _ONE_REPLICA = "a replica is one tensor-parallel server. Leave it at 1: verl starts one replica for each group of GPUs"
 _DTYPE_ONLY = "the weights are served in rollout.dtype"
@@ -301,7 +302,7 @@ def _get(config: Any, path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return lists and dicts in the place of OmegaConf nodes."""
+    """Convert OmegaConf nodes into lists and dicts."""
     if isinstance(value, Mapping):
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple) or type(value).__name__ == "ListConfig":

@@ -37,8 +37,9 @@ class TrainerRanks:
     def __init__(self, replica_size: int, *, poll: float = 1.0, grace: float = 10.0) -> None:
         """Connect the ranks. All ranks call it together.
 
-        `replica_size`: number of ranks of each replica. `poll`: seconds between two looks for a failure of another
-        rank. `grace`: seconds that a rank may still take to reach the other ranks after one of them has failed.
+        `replica_size`: number of ranks of each replica. `poll` is the number of seconds between two checks for a
+        failure of another rank. `grace` is the number of seconds that a rank may take to reach the other ranks after
+        one of them has failed.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         first = rank - rank % replica_size

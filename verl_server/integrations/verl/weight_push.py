@@ -2,9 +2,9 @@
 
 `ServerAdapter` calls it in a thread (`TrainerRanks.run`). There are two ways:
 
-- Shards that stay where they are travel in one push of their memory, which is complete or refused.
-- All other tensors (gathered, or moved to the GPU for the push) travel in buckets, inside one transaction: the server
-  serves no half of it. Each bucket is answered before its tensors are dropped.
+- Shards whose memory stays in place are sent in one push of this memory, which is complete or refused.
+- All other tensors (gathered, or moved to the GPU for the push) are sent in buckets, inside one transaction, so the
+  server never serves a part of them. Each bucket is answered before its tensors are dropped.
 
 After each step all ranks agree on its outcome, so no rank enters the next collective while another one raises.
 """
@@ -52,7 +52,7 @@ class UpdatedEngine(Protocol):
 
 
 class ShardedWeights:
-    """The weights of a sharded trainer. Iterated, they are gathered tensors, as verl's other consumers expect them."""
+    """The weights of a sharded trainer. An iteration yields gathered tensors, as verl's other consumers expect."""
 
     def __init__(
         self, shards: Iterable[Named], gathered: Callable[[], Iterable[Named]], *, stay_in_place: bool
@@ -86,11 +86,10 @@ class WeightPush:
         self._has_warned = False
 
     def update(self, weights: Iterable[Named], version: str) -> None:
-        """Serve `weights` under the label `version`.
+        """Serve `weights` under the label `version`. `weights` must contain every parameter.
 
-        Every parameter must come. Raise an error on every rank if a server, or the iterator of a rank, failed. Then
-        each server serves its old weights, refuses to generate until the next update, or serves the new ones if only
-        another replica failed.
+        Raise an error on every rank if a server, or the iterator of a rank, failed. Then each server serves its old
+        weights, refuses to generate until the next update, or serves the new ones if only another replica failed.
         """
         if isinstance(weights, ShardedWeights) and self._can_read_shards():
             if weights.stay_in_place:
@@ -107,7 +106,10 @@ class WeightPush:
         self._on_all_ranks("unregister_weights", self._engine.unregister_weights)
 
     def discard(self) -> None:
-        """End a transaction that is open. Not collective: it works although other ranks are gone or wait."""
+        """End a transaction that is open.
+
+        The call is not collective: it works even if other ranks have ended or wait.
+        """
         server = self._engine.engine
         if self._has_transaction and server is not None:
             self._has_transaction = False

@@ -12,12 +12,12 @@ the group is broken: each further call raises, until the group is destroyed and 
 repaired, because both sides count their broadcasts. The two backends need different means:
 
 - Gloo ends the process, from a thread of its own, when more bytes come than were expected. So the member is a child
-process (`gloo_member`), which receives into memory that it shares with the server. - NCCL receives with a kernel on the
-GPU, which spins until data comes. The kernel has a stream of its own, and a thread that waits for it. On a fault the
-group is aborted, which ends the kernel. NCCL's own watchers, which end the process, are off for these groups. While a
-transfer runs, other code must wait for its own streams and events, never for the whole device. If the server's ranks
-use NCCL among themselves (tensor parallelism), two communicators are in flight without an order between them, for which
-NCCL gives no guarantee: receive while no step runs.
+  process (`gloo_member`), which receives into memory that it shares with the server.
+- NCCL receives with a kernel on the GPU, which spins until data comes. The kernel has a stream of its own, and a thread
+  that waits for it. On a fault the group is aborted, which ends the kernel. NCCL's own watchers, which end the process,
+  are off for these groups. While a transfer runs, other code must wait for its own streams and events, never for the
+  whole device. If the server's ranks use NCCL among themselves (tensor parallelism), two communicators are in flight
+  without an order between them, for which NCCL gives no guarantee: receive while no step runs.
 """
 
 from __future__ import annotations
