@@ -84,8 +84,11 @@ class ServerArgs:
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; default: `model_path`."""
     tokenizer_pipeline: Literal["transformers", "file"] = "transformers"
-    """Source of the normalizer, pre-tokenizer and decoder. `transformers`: the parts of its tokenizer, which for some
-    models (qwen2) differ from tokenizer.json; the log warns of a difference. `file`: the parts of tokenizer.json."""
+    """Source of the normalizer, pre-tokenizer and decoder.
+
+    `transformers` uses the parts of its tokenizer, which for some models (qwen2) differ from tokenizer.json; the log
+    warns of a difference. `file` uses the parts of tokenizer.json.
+    """
     skip_tokenizer_init: bool = False
     """Load no tokenizer. The server accepts and returns token ids only, and refuses `text` and chat."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -93,7 +96,7 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the computation. `auto` is the checkpoint's dtype on CUDA and float32 on the CPU."""
     context_length: int | None = None
-    """Most tokens in prompt and output together; default: what the model's config permits."""
+    """Most tokens in prompt and output together; default: the limit of the model's config."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     trust_remote_code: bool = False
@@ -148,9 +151,11 @@ class ServerArgs:
     """Most requests in the queue. If the queue is full, a new request is answered 503. Default: no limit."""
     schedule_policy: Literal["lpm", "fcfs"] = "lpm"
     """Order of waiting requests of one priority. `lpm` (longest prefix match): the longest cached prefix comes first.
-    If the KV cache cannot hold the histories of all episodes, running ones end before new ones begin, and the
-    cache evicts what will probably not be used again soon. `fcfs`: first come, first served; the cache evicts the least
-    recently used pages."""
+
+    If the KV cache cannot hold the histories of all episodes, running episodes end before new episodes begin, and the
+    cache evicts pages that will probably not be used again soon. `fcfs` is first come, first served; the cache evicts
+    the least recently used pages.
+    """
     schedule_max_age: float = 60.0
     """Seconds after which a waiting request starts before all others of its priority, with `schedule_policy="lpm"`. If
     many requests wait for that long, one more of them may do so in each 64th part of the time (or a 256th of them, if

@@ -68,7 +68,7 @@ def extension(
 ) -> Extension | None:
     """Return the ids and text that follow the reply of `turn` if the messages `new` follow it.
 
-    None: no cut is possible.
+    Return None if the template permits no cut.
 
     Tool results in `new` have the ids of the turn's calls (`with_call_ids`).
     """

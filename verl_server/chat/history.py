@@ -125,7 +125,7 @@ class MessageTree:
         """Follow a conversation from the nodes `starts` as far as its messages are known.
 
         All nodes that fit are followed. Among those that fit the last matched message, the path with more equal
-        reasoning is preferred, then the one with fewer undelivered replies, then the latest.
+        reasoning is preferred, then the path with fewer undelivered replies, then the latest path.
         """
         ranks = {start: (0, 0) for start in starts}  # node -> (equal reasoning, -undelivered replies) on its path
         depth = 0
@@ -174,7 +174,7 @@ def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
 
 
 def reply_digest(content: str, calls: Sequence[tuple[str, str]]) -> bytes:
-    """Return the digest that `message_keys` returns for this reply. `calls`: (name, arguments as JSON text)."""
+    """Return the digest that `message_keys` returns for this reply. `calls` has (name, arguments as JSON text)."""
     return _message_digest("assistant", content, [(name, _canonical(arguments)) for name, arguments in calls], None)
 
 
@@ -185,7 +185,7 @@ def reasoning_digest(reasoning: str | None) -> bytes:
 
 
 def head_digest(tools: Sequence[Tool], options: Mapping[str, Any]) -> bytes:
-    """Return the digest of what a template writes before the messages: tools, documents, and the template itself."""
+    """Return the digest of the head, which precedes the messages: tools, documents, and the template itself."""
     definitions = [tool.definition for tool in tools]
     return text_digest(_json([definitions, options.get("documents"), options.get("chat_template")]))
 

@@ -327,7 +327,7 @@ class _Place:
 
 
 def plan_text(view: SessionView, text: str, encode: Encode, token_text: Callable[[int], str]) -> NextTurn | None:
-    """Plan the turn of a completion whose prompt begins with the text of a stored prompt and output; None: it does not.
+    """Plan the turn of a completion whose prompt begins with the text of a stored prompt and output, else return None.
 
     `encode` adds no special tokens.
     """

@@ -156,7 +156,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
         constrained: bool = False,
         only_call: str | None = None,
     ) -> OutputParser:
-        """Return a parser for one sample.
+        """Return a parser for one sample. With `tools`, it looks for tool calls.
 
         `tools`: look for tool calls, because the request has tools that the policy may call.
         `thinking_open`: the prompt ends inside the reasoning (see `thinking_open`).
@@ -456,9 +456,9 @@ def _call_id() -> str:
 
 
 def derived_ids(seed: str, short: bool) -> Callable[[], str]:
-    """Return a function that returns the ids of calls, one after the other: the same ones for the same seed.
+    """Return a function that returns the ids of calls, one after the other. Equal seeds have equal sequences of ids.
 
-    `short`: ids of 9 letters and digits.
+    With `short`, an id has 9 letters and digits.
     """
     numbers = itertools.count()
 

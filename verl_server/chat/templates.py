@@ -100,11 +100,11 @@ class ChatTemplates:
     def __init__(
         self, default: str | dict[str, str] | None, allowed: Sequence[str], special: Mapping[str, Any]
     ) -> None:
-        """
-        `default`: source of the tokenizer's template, or name -> source of several templates. The default is the one
-        named "default" or, for a request with tools, the one named "tool_use" if it exists.
-        `allowed`: sources of other templates that a request may send in `chat_template`.
-        `special`: name -> special token (`bos_token`, ...), as variables of every template.
+        """`default` is the source of the tokenizer's template, or maps names to the sources of several templates.
+
+        Then the template named "default" is used or, for a request with tools, the template named "tool_use" if it
+        exists. `allowed` are the sources of other templates that a request may send in `chat_template`. `special` maps
+        names to special tokens (`bos_token`, ...), which are variables of every template.
         """
         named = default if isinstance(default, dict) else {"default": default} if default is not None else {}
         self._default = named.get("default")

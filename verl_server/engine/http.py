@@ -273,7 +273,7 @@ class HttpServerEngineAdapter(EngineBase):
     def start_profile(self, output_dir: str, *, with_stack: bool = False, record_shapes: bool = False) -> None:
         """Record the steps of rank 0 with torch's profiler, until `stop_profile`; at most 1000 steps or 60 s.
 
-        `output_dir`: folder of the trace, which is `ServerArgs.profile_folder` or in it.
+        `output_dir` is the folder of the trace: `ServerArgs.profile_folder`, or a folder in it.
         """
         req = StartProfileReq(output_dir=output_dir, with_stack=with_stack, record_shapes=record_shapes)
         body = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None and name != "type"}

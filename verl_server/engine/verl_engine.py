@@ -76,19 +76,21 @@ class VerlEngine:
         `device_mesh_cpu` is 1-D, or has a dimension named "tp". With "tp", each slice along this dimension is an engine
         of its own, which reads the memory of its own ranks.
 
-        `read_all_ranks`: each engine reads the memory of all ranks of the mesh. This is for parameters that are sharded
-        over several engines' ranks (FSDP over all ranks, all on one host). All ranks of the mesh then call the methods
-        that push, register, unregister or release weights together.
+        With `read_all_ranks`, each engine reads the memory of all ranks of the mesh. This is for parameters that are
+        sharded over several engines' ranks (FSDP over all ranks, all on one host). All ranks of the mesh then call the
+        methods that push, register, unregister or release weights together.
 
         Settings are `server_args`, keyword arguments, or both. Defaults that differ from `ServerArgs`: `tp_size` is the
         number of ranks, a server's port is a free port, and the GPUs are the GPUs of the ranks (if `tp_size` is larger
         than the number of ranks: the GPUs from `base_gpu_id` on). If `random_seed` is set, the first engine of a mesh
         uses it and every other engine uses a seed that is derived from it.
 
-        `server_url`: launch nothing. Rank 0 attaches to the server at this URL, which runs on the host of the ranks,
-        with `api_key` and `admin_api_key`. Other settings belong to the server and raise BadRequestError here.
+        With `server_url`, no server is launched. Rank 0 attaches to the server at this URL, which runs on the host of
+        the ranks, with `api_key` and `admin_api_key`. Other settings belong to the server and raise BadRequestError
+        here.
 
-        `rank_timeout`: seconds that a rank waits, in any call, for a rank that has not made the call yet.
+        `rank_timeout` is the number of seconds that a rank waits, in any call, for a rank that has not made the call
+        yet.
         """
         settings = given_settings(server_args) | kwargs
         if server_url is not None and (launch_server or nnodes > 1 or set(settings) - {"api_key", "admin_api_key"}):

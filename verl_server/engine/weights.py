@@ -272,7 +272,7 @@ class EngineWeights(abc.ABC):
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Release memory of the server. Raise an error while requests run.
 
-        `tags`: any of "kv_cache", "weights" and "cuda_graph"; None for all.
+        `tags` may have "kv_cache", "weights" and "cuda_graph". None means all of them.
         """
         self._ask(ReleaseMemoryOccupationReq(tags=tags))
         if self._pusher is not None:
@@ -281,7 +281,7 @@ class EngineWeights(abc.ABC):
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Allocate released memory again. Resumed weights have no contents: push weights before you generate.
 
-        `tags`: see `release_memory_occupation`.
+        `tags` are those of `release_memory_occupation`.
         """
         self._ask(ResumeMemoryOccupationReq(tags=tags))
 

@@ -172,7 +172,7 @@ def _is_same(descriptor: int, file: Path) -> bool:
 def settings_of(command: str, options: object, *, without: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON values, nested ones as "outer.inner", with the name of the command.
 
-    `without`: names to leave out: the place itself, and keys, which are never stored.
+    `without` has the names to omit: the place itself, and keys, which are never stored.
     """
     return {_COMMAND: command} | {name: plain(v) for name, v in _flat(options).items() if name not in without}
 
@@ -209,10 +209,10 @@ def without_host(url: str) -> str:
 
 
 def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_differ: Mapping[str, str]) -> dict[str, Any]:
-    """Compare settings with those that the run at `place` stored in `file`, and return the stored ones.
+    """Compare settings with the settings that the run at `place` stored in `file`, and return the stored settings.
 
-    `may_differ`: names, or "outer.*" for all in `outer`. Raise BadRequestError with a list of all other differences, or
-    if the file cannot be read.
+    `may_differ` has names, or "outer.*" for all names in `outer`. Raise BadRequestError with a list of all other
+    differences, or if the file cannot be read.
     """
     found = stored_settings(file)
     names = found.keys() | wanted.keys()

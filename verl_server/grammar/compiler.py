@@ -37,7 +37,7 @@ COMPILER_STACK = 16 << 20
 A trial's stack has a quarter of this, because an overflow ends the process.
 """
 _MOST_COMPARED = 4096
-"""Most tokens whose bytes are compared with those that llguidance read."""
+"""The most tokens whose bytes are compared with the bytes that llguidance reads."""
 _MOST_MESSAGE = 400
 """Most characters of llguidance's error messages, which may quote the whole grammar."""
 

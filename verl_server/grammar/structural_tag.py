@@ -28,7 +28,7 @@ def lark_of_structural_tag(tag: dict[str, Any], special_tokens: Mapping[str, int
 
     Raise BadRequestError for parts that it cannot express.
 
-    `special_tokens`: text -> id of the tokenizer's special tokens.
+    `special_tokens` maps the text of the tokenizer's special tokens to their ids.
     """
     return _Translation(special_tokens).grammars(_format_of(tag))
 

@@ -78,7 +78,7 @@ class TpGroup:
     def beside(cls, rank: int, size: int, *, startup_timeout: float, control_timeout: float) -> TpGroup:
         """Connect ranks whose default process group exists, for votes and commands only.
 
-        All ranks of the default group must be tensor-parallel ranks, and call it.
+        All ranks of the default group must be tensor-parallel ranks, and all must call this method.
         """
         if size == 1:
             return cls()

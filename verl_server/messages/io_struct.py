@@ -208,9 +208,12 @@ class PauseGenerationReq(msgspec.Struct, tag=True, kw_only=True):
     route: ClassVar[str] = "/pause_generation"
     id: int = 0
     mode: PauseMode = "abort"
-    """Treatment of running requests. "abort": they end with partial output. "retract": they go back to the queue and
-    lose their KV cache. "in_place": they wait and keep their KV cache. "wait": they finish before the pause begins and
-    the reply is sent, for at most `control_timeout` seconds; no other request is started meanwhile."""
+    """Treatment of running requests. "abort": they end with partial output.
+
+    "retract": they go back to the queue and lose their KV cache. "in_place": they wait and keep their KV cache. "wait":
+    they finish before the pause begins and the reply is sent, for at most `control_timeout` seconds; no other request
+    starts before the pause.
+    """
 
 
 class ContinueGenerationReq(msgspec.Struct, tag=True, kw_only=True):

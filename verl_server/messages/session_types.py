@@ -124,7 +124,10 @@ class SessionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SessionList(msgspec.Struct, frozen=True):
-    """Reply to `GET /sessions`. `next` goes into `after` for the next page; None: the end."""
+    """Reply to `GET /sessions`. Send `next` as the parameter `after` to get the next page.
+
+    It is None on the last page.
+    """
 
     sessions: list[SessionInfo]
     next: str | None
@@ -149,7 +152,7 @@ class FinishBody(msgspec.Struct, frozen=True):
 
 
 class BranchTurn(msgspec.Struct, frozen=True):
-    """A turn's place in its branch: ids[start:prompt_end] are new prompt, ids[prompt_end:end] were sampled."""
+    """A turn's place in its branch: ids[start:prompt_end] are new prompt ids, ids[prompt_end:end] were sampled."""
 
     turn: int
     start: int

@@ -150,7 +150,7 @@ class WeightMap:
 
 
 def _shifted(index: Index, within: Index) -> Index:
-    """Return `index` into a member as an index into its stack, whose box of the member is `within`."""
+    """Convert an index into a member into an index into its stack. `within` is the member's box in the stack."""
     expert, *others = within
     parts = [part.indices(whole.stop - whole.start) for part, whole in zip(index, others, strict=True)]
     moved = [slice(whole.start + part[0], whole.start + part[1]) for part, whole in zip(parts, others, strict=True)]

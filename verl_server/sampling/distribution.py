@@ -70,7 +70,10 @@ class LogSoftmax:
     """The definition, for `logits` [n, vocab] fp32, which must not be changed afterwards."""
 
     def __init__(self, logits: Tensor, choose: draw.Choose = draw.choose, before: LogSoftmax | None = None) -> None:
-        """`choose`: `draw.choose`, or a kernel that computes the same. `before`: the rows before filters, if any."""
+        """`choose` is `draw.choose`, or a kernel with the same results.
+
+        `before` has the unfiltered rows, or is None.
+        """
         self.logits, self._choose, self._before = logits, choose, before
         # The largest logit and the rest of the normalizer are subtracted one after the other: their sum would lose the
         # digits of the rest at a low temperature.

@@ -193,7 +193,7 @@ class _Report:
 
 @dataclass
 class _Masked:
-    """The special rows that request the tokens that could be drawn: those that are drawn, or those that are greedy."""
+    """Special rows that request all tokens that could be drawn. A group has only drawn rows, or only greedy rows."""
 
     kind: Kind
     places: Tensor
@@ -206,7 +206,7 @@ class Sampler:
     """Samples a batch. Keeps the parameter tensors of the last batch, and uses them again if the rows are the same."""
 
     def __init__(self, vocab_size: int, device: torch.device, ops: SamplingOps | None = None) -> None:
-        """`ops`: PyTorch's by default, or kernels that compute the same."""
+        """`ops` has PyTorch's functions by default, or kernels with the same results."""
         self._vocab_size, self._device, self.ops = vocab_size, device, ops or SamplingOps()
         self._penalties = Penalties(vocab_size, device, self.ops.penalize)
         self._masks = Masks(vocab_size, device)

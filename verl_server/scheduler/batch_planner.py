@@ -193,7 +193,7 @@ class BatchPlanner:
             retracted = True
 
     def collected(self, batch: ScheduleBatch) -> list[Req]:
-        """Note that the step was computed. Return the requests whose prefill it continued, for `share`."""
+        """Record that the step was computed. Return the requests whose prefill it continued, for `share`."""
         self.limits.succeeded(batch)
         for req, extend_len in zip(batch.reqs, batch.forward.extend_lens, strict=True):
             req.sound_len += extend_len - (req in batch.left_out)

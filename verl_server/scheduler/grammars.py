@@ -95,7 +95,7 @@ class Grammars:
     def attach(self, req: Req, grammar: str, size: int) -> None:
         """Set the grammar of a request. If it must be compiled first, the request waits in `waiting`.
 
-        `size`: bytes that the compilation took when the grammar was tried out.
+        `size` is the number of bytes that the compilation took when the grammar was tried out.
         """
         entry = self._compiled.get(grammar)
         if entry is None:

@@ -7,7 +7,10 @@ from verl_server.messages.io_struct import TokenizedGenerateReq
 
 
 def check_request(message: TokenizedGenerateReq, vocab_size: int, context_length: int, capacity: int) -> None:
-    """Raise BadRequestError if a request can never be computed. `capacity`: tokens that the KV cache holds."""
+    """Raise BadRequestError if a request can never be computed.
+
+    `capacity` is the capacity of the KV cache in tokens.
+    """
     prompt_len, new_len = len(message.input_ids), message.sampling.max_new_tokens or 0
     if prompt_len == 0:
         raise BadRequestError("The prompt is empty. It needs at least one token.")

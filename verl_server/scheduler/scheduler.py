@@ -301,8 +301,8 @@ class Scheduler:
     def _masks(self, batch: ScheduleBatch, is_computed: Callable[[], bool] | None) -> TokenMasks | None:
         """Return the masks for the sampling of `batch`, whose forward pass was launched.
 
-        `is_computed`: see `StepMasks.compute`. If the matcher of a request failed, the request ends with the reason. If
-        the mask of a request is late, the request samples no token in this step.
+        `is_computed` is as in `StepMasks.compute`. If the matcher of a request failed, the request ends with the
+        reason. If the mask of a request is late, the request samples no token in this step.
         """
         self._collect()
         assert self.grammars.masks is not None

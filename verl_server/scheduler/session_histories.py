@@ -115,7 +115,7 @@ class SessionHistories:
         return last if is_whole else None
 
     def finish(self, session_id: str) -> None:
-        """Note that no request will continue the session. The pages of its history are evicted first."""
+        """Record that no request will continue the session. The pages of its history are evicted first."""
         history = self._histories.pop(session_id, None)
         if history is None:
             return

@@ -52,7 +52,7 @@ class _Buffer:
 
 class StepMasks:
     def __init__(self, num_words: int, max_rows: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
-        """`num_words`: number of words of a mask. `max_rows`: most rows of a step."""
+        """`num_words` is the number of words of a mask. `max_rows` is the most rows of a step."""
         self.executor = MaskExecutor()
         self._shape, self._pinned = (max_rows, num_words), device.type == "cuda"
         self._buffers: list[_Buffer] = []

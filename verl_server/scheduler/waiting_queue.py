@@ -65,7 +65,7 @@ class WaitingQueue:
             self._match(req)
 
     def add(self, req: Req) -> None:
-        """Queue a request after `match`."""
+        """Queue a request. Call `match` for the request first."""
         req.overdue = False
         if self.by_prefix:
             self._young.setdefault(req.priority, OrderedDict())[req] = self._clock()

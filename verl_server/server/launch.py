@@ -108,7 +108,8 @@ class EngineProcesses:
     def wait_ready(self, check: Check | None = None) -> SchedulerInfo:
         """Load the tokenizer, then wait until all child processes are ready. Return the first child's scheduler_info.
 
-        Raise ServerLaunchError if a child ends or is not ready within `startup_timeout`, and whatever `check` raises.
+        Raise ServerLaunchError if a child ends or is not ready within `startup_timeout`. Errors of `check` pass
+        through.
         """
         deadline = time.monotonic() + self.server_args.startup_timeout
         if self.manager is not None:

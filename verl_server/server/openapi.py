@@ -352,7 +352,7 @@ def _accept_null(component: Schema) -> None:
 
 
 def _add_known_fields(component: Schema, refused: Mapping[str, str], without_effect: Mapping[str, str]) -> None:
-    """Add the fields that are known and not implemented."""
+    """Add to a body's schema the known fields that are not implemented."""
     properties = component["properties"]
     for name, remedy in refused.items():
         text = f"Refused (400) if it is set: {remedy}."

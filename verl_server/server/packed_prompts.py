@@ -60,7 +60,10 @@ from verl_server.web.numbers import whole_number
 
 
 def split_prompt(header: str, body: bytes) -> tuple[memoryview, bytes]:
-    """Return (token ids as int32, JSON) of a body that begins with the ids. `header`: value of `PROMPT_HEADER`."""
+    """Return (token ids as int32, JSON) of a body that begins with the ids.
+
+    `header` is the value of `PROMPT_HEADER`.
+    """
     size = whole_number(header, most_digits=15) or 0
     if not 0 < size <= len(body) or size % ITEM:
         raise BadRequestError(

@@ -104,8 +104,11 @@ class TrainArgs:
     """`environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode. For --agent.
     Default: `environment` if there is one, `exit` for a program."""
     agent_sampling: Literal["override", "refuse"] = "override"
-    """The treatment of an agent's request that sets temperature, top-p, top-k, min-p, penalties or bias. The trainer's
-    values win, and the turn records what was asked for (`override`); or the request is answered with 400 (`refuse`)."""
+    """The treatment of an agent's request that sets temperature, top-p, top-k, min-p, penalties or bias.
+
+    With `override`, the trainer's values replace the request's, and the turn records the request's values. With
+    `refuse`, the request is answered with 400.
+    """
     steps: int = 100
     """Steps of the whole run, including the steps before a --resume."""
     out: OutputPath = Path("runs/grpo")

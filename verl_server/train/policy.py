@@ -67,7 +67,7 @@ class Policy(nn.Module):
         return self._stored or list(self.language_model.named_parameters())
 
     def remember_stored_weights(self) -> None:
-        """Note the parameters now. `load_policy` calls it after sharding."""
+        """Store references to the present parameters. `load_policy` calls this after sharding."""
         self._stored = list(self.language_model.named_parameters())
 
 
@@ -106,7 +106,7 @@ def load_policy(
 def save_policy(policy: Policy, folder: Path, tokenizer: Any, saving: SaveGroup | None = None) -> None:
     """Write a Hugging Face folder, complete or not at all. All ranks call it, and rank 0 writes.
 
-    `saving`: the connections to use; by default they are made for this call.
+    `saving` has the connections to use. By default they are created for this call.
     """
     saving = saving or SaveGroup.of_all_ranks()
     state = full_weights(policy, saving)

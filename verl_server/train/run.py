@@ -13,9 +13,9 @@ Exit status:
     128 + N     signal N: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP
 
 Whatever ends the steps of a run, everything is saved before the process ends, and `--resume` continues the run
-(`run_end` says how ranks agree). The last checkpoint stays if a rank is gone, if the disk is full, or after an error in
-the middle of an optimizer step. Episodes of a step that was not completed are in untrained-rankN.jsonl.
-A signal is obeyed at the next rollout, which it interrupts. A second signal ends the process at once.
+(`run_end` says how ranks agree). The last checkpoint stays if a rank has died, if the disk is full, or after an error
+in the middle of an optimizer step. Episodes of a step that was not completed are in untrained-rankN.jsonl. A signal is
+obeyed at the next rollout, which it interrupts. A second signal ends the process at once.
 """
 
 from __future__ import annotations

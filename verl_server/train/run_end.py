@@ -172,7 +172,7 @@ class RunEnd:
         self._thread.join()
 
     def protect(self, state: RunState) -> None:
-        """Save `state` from now on, whatever ends the run."""
+        """Save `state` from now on at the end of the run, for any reason of the end."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the initial weights are written
         self._state = state

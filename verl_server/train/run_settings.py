@@ -28,7 +28,7 @@ _COMPARED_OF_SERVER = (
     "max_session_turn_tokens",
     "revision",
 )
-"""Settings of the launched server that change what a prompt or an episode is."""
+"""Settings of the launched server that change prompts or episodes."""
 _KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")
 MAY_DIFFER = {
     "steps": "a run may be longer; the learning rate falls over the new number of steps",

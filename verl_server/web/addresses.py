@@ -1,4 +1,4 @@
-"""`is_loopback`: whether only programs of this machine reach a listening address."""
+"""`is_loopback`: checks if only programs of this machine reach a listening address."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class PageRefusal:
 
 
 def page_refusal(scope: Scope, own_host: str) -> PageRefusal | None:
-    """Return why a request is refused, or None. `own_host`: the host on which the server listens."""
+    """Return the reason why a request is refused, or None. `own_host` is the host on which the server listens."""
     headers, path = first_headers(scope), scope["path"]
     site = headers.get(b"sec-fetch-site", b"").decode("latin-1").lower()
     if site in _FOREIGN_SITES:

@@ -1,6 +1,6 @@
 """The wire format of weights: descriptions of memory, never the bytes of weights.
 
-`sender` creates the descriptions in a trainer process. They travel over HTTP as JSON, and over the message socket as
+`sender` creates the descriptions in a trainer process. They are sent over HTTP as JSON, and over the message socket as
 msgpack. `receiver` opens the memory in each scheduler process. No description can run code, and none is pickled.
 """
 

@@ -91,7 +91,7 @@ def fastest(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Return the name of the run with the shortest time; `preferred` unless another run is clearly faster.
+    """Return the name of the fastest run. Return `preferred` if no other run is clearly faster.
 
     The runs alternate, so that other work on the machine slows all of them. A run that takes three times as long as the
     fastest is not repeated. The measurement takes `seconds`, or three rounds if these take longer.

@@ -156,7 +156,7 @@ class MemoryAccount:
     def taken_by_others(self, held: int | None = None) -> int:
         """Return the approximate bytes that other processes have taken since the start, 0 if they freed memory.
 
-        `held`: bytes of this engine's weights and KV pool that are allocated now, by default both.
+        `held` is the number of bytes of this engine's weights and KV pool that are allocated now, by default both.
         """
         held = self._needs.weights + self.kv_cache if held is None else held
         own = self.collectives + held + self._memory.reserved()

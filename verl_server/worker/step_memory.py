@@ -97,7 +97,10 @@ class StepMemory:
 
     @classmethod
     def of(cls, config: ModelConfig, tp_size: int, dtype: torch.dtype, *, fused: bool = False) -> StepMemory:
-        """Return the `StepMemory` of one of `tp_size` ranks that compute in `dtype`. `fused`: kernels sample."""
+        """Return the `StepMemory` of one of `tp_size` ranks that compute in `dtype`.
+
+        `fused` is True if kernels sample.
+        """
         hidden, size = config.hidden_size, dtype.itemsize
         queries = config.num_heads * config.head_dim // tp_size
         keys_and_values = 2 * max(1, config.num_kv_heads // tp_size) * config.head_dim

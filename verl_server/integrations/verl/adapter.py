@@ -2,7 +2,7 @@
 
 verl's workers construct it: every trainer rank when trainer and rollout share GPUs, and every `CheckpointEngineWorker`
 otherwise. Its calls are calls of all ranks of the worker group. The first rank of each replica talks to the replica's
-server actor (memory, step number); the weights travel from all ranks to the server (`weight_push`).
+server actor (memory, step number); all ranks push the weights to the server (`weight_push`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class ServerAdapter(BaseRollout):
         self._labels: StepLabels | None = None
 
     async def resume(self, tags: list[str]) -> None:
-        """Allocate released memory of the server again. `tags`: "weights", "kv_cache"; others were not released."""
+        """Allocate released memory of the server again. `tags` may have "weights" and "kv_cache".
+
+        Other tags are ignored, because their memory was not released.
+        """
         await self._run(lambda: self._resume(tags))
 
     async def release(self) -> None:

@@ -82,9 +82,9 @@ class VerlServerCheckpointEngine(CheckpointEngine):
     ) -> None:
         """Store the settings.
 
-        `bucket_size` (bytes) and `is_master` (unused) come from verl. The others are set
-        with `rollout.checkpoint_engine.engine_kwargs.verl_server`. `transport`: "auto" chooses by host, "group" uses
-        the process group for every server. `group_backend`: default "nccl" on GPUs, else "gloo".
+        `bucket_size` (bytes) and `is_master` (unused) come from verl. The others are set with
+        `rollout.checkpoint_engine.engine_kwargs.verl_server`. `transport` "auto" chooses by host, and "group" uses the
+        process group for every server. `group_backend` is by default "nccl" on GPUs, else "gloo".
         """
         if transport not in ("auto", "group"):
             raise BadRequestError(

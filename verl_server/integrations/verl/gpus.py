@@ -20,7 +20,7 @@ _TIMEOUT = 120.0
 
 
 def uuid_of(gpu_id: str) -> str:
-    """Return the UUID of a GPU. `gpu_id`: Ray's id of the GPU, which is a UUID or an index in the order of the PCI bus.
+    """Return the UUID of a GPU. `gpu_id` is Ray's id of the GPU: a UUID, or an index in the order of the PCI bus.
 
     Raise BadRequestError for a part of a GPU (MIG).
     """

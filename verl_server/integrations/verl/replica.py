@@ -106,7 +106,7 @@ class VerlServerReplica(RolloutReplica):
         """Log the death of the server or of its actor, and end verl's training task if it runs in this process.
 
         verl's asynchronous trainers only count failed rollouts and start others, so nothing else would end the job.
-        Called in a thread of Ray. `is_task`: this process runs the training task.
+        Called in a thread of Ray. `is_task` is True if this process runs the training task.
         """
         # `ray.shutdown` ends the actor too. It waits for this thread, and most calls of Ray here would wait for it.
         if not ray.is_initialized():

@@ -62,8 +62,8 @@ class SeparateServers:
     ) -> None:
         """Connect the first rank with the servers. `ranks` are all ranks, as one replica.
 
-        `address`: IP address of the first rank's host, as the servers reach it. `group_backend`: "nccl" or "gloo", for
-        servers that receive broadcasts. `bucket_bytes`: bytes of a broadcast.
+        `address` is the IP address under which the servers reach the first rank's host. `group_backend` is "nccl" or
+        "gloo", for servers that receive broadcasts. `bucket_bytes` is the number of bytes of a broadcast.
         """
         self.needs_full_tensors = not all(target.reads_memory for target in targets)
         """True if a server receives broadcasts: the first rank then needs every tensor in full."""

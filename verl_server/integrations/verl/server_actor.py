@@ -196,7 +196,7 @@ class ServerActor:
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """End all requests with their partial output, and pause generation until `resume_generation`.
 
-        Requests that arrive meanwhile wait on the server. With `reject_request` they are answered at once with
+        Requests that arrive during the pause wait on the server. With `reject_request` they are answered at once with
         `stop_reason` "aborted" and no tokens, and no request waits on the server when this method returns. Raise
         ControlTimeoutError if that takes longer than `control_timeout`.
         """

@@ -37,7 +37,7 @@ class TrainerRanks:
     def __init__(self, replica_size: int, *, poll: float = 1.0, grace: float = 10.0) -> None:
         """Connect the ranks. All ranks call it together.
 
-        `replica_size`: number of ranks of each replica. `poll` is the number of seconds between two checks for a
+        `replica_size` is the number of ranks of each replica. `poll` is the number of seconds between two checks for a
         failure of another rank. `grace` is the number of seconds that a rank may take to reach the other ranks after
         one of them has failed.
         """

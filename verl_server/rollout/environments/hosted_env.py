@@ -129,7 +129,10 @@ class HostedEnv:
 
 
 def reset_observation(returned: Any, method: str) -> dict[str, Any]:
-    """Return the observation in `returned`: an observation or (observation, info). `method` is for messages."""
+    """Return the observation from `returned`, which is an observation or (observation, info).
+
+    `method` is the name of the method in error messages.
+    """
     match returned:
         case (observation, dict()):
             pass

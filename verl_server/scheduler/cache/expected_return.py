@@ -66,13 +66,13 @@ class ExpectedReturn:
         self._unsorted = 0
 
     def continued(self, ended: EndedTurn, now: float) -> None:
-        """Note that a request continues the history of `ended`."""
+        """Record that a request continues the history of `ended`."""
         self._count(ended, True)
         self._waits.append(max(0.0, now - ended.time))
         self._unsorted += 1
 
     def lost(self, ended: EndedTurn) -> None:
-        """Note that the pages of `ended` were evicted before any request continued its history."""
+        """Record that the pages of `ended` were evicted before any request continued its history."""
         self._count(ended, False)
 
     def keep_seconds(self, turn: int) -> float:

@@ -34,9 +34,9 @@ class Headroom:
         return int(self._pages)
 
     def lost(self, pages: int) -> None:
-        """Note that `pages` kept pages were evicted because other episodes needed them."""
+        """Record that `pages` kept pages were evicted because other episodes needed them."""
         self._pages = min(self._most, self._pages + pages)
 
     def turn_ended(self) -> None:
-        """Note that a turn ended."""
+        """Record that a turn ended."""
         self._pages *= _DECAY

@@ -153,7 +153,7 @@ class ControlQueue:
         self._run_flushes()
 
     def step_taken(self) -> None:
-        """Note that a step was planned since the last update."""
+        """Record that a step was planned since the last update."""
         self._step_taken = True
 
     def _owes_progress(self) -> bool:

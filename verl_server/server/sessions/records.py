@@ -163,7 +163,7 @@ class DeleteRecord(msgspec.Struct, frozen=True):
 
 
 class EndRecord(msgspec.Struct, frozen=True):
-    """Last record of a snapshot. `records`: number of records before it."""
+    """Last record of a snapshot. `records` is the number of records before it."""
 
     records: int
 

@@ -136,7 +136,7 @@ class RequestTurns:
     def follow(self, generation: Generation, shows_logprobs: bool) -> None:
         """Take over the samples of the generation, so that their turns are stored.
 
-        `shows_logprobs`: the reply has them.
+        With `shows_logprobs`, the reply contains log-probabilities.
         """
         self._states = generation.states
         for turn, state in zip(self.samples, generation.states, strict=True):

@@ -88,7 +88,7 @@ class Session:
     """Conversations of this session that share no message with the first conversation."""
     branches: int = 0
     keys: dict[bytes, list[int]] = field(default_factory=dict)
-    """Idempotency key -> turns that began for it, without those that were aborted or cancelled."""
+    """Idempotency key -> turns that began for it, without aborted and cancelled turns."""
     rids: dict[str, int] = field(default_factory=dict)
     """Name of a request -> its last finished turn."""
     facts: bytearray = field(default_factory=bytearray)
@@ -224,7 +224,7 @@ class Session:
         return place in self._roots, self._roots.get(place)
 
     def _count(self, turn: Turn | OpenTurn, own: bytes, change: int) -> None:
-        """Count a turn in the tables by prompt, or remove it from them. `own`: ids behind the shared ones."""
+        """Count a turn in the tables by prompt, or remove it from them. `own` are the ids after the shared ids."""
         place = _place(turn.parent, turn.shared, own)
         count = self._prompts.get(place, 0) + change
         if count:

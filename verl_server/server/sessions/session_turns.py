@@ -198,7 +198,8 @@ class SessionTurns:
     ) -> int | None:
         """Return the turn that a request with SGLang's `session_params` continues, or None if it begins a conversation.
 
-        `answered`: turns sampled by an earlier try of the request. Raise BadRequestError if the turn has not finished.
+        `answered` are the turns that an earlier attempt of the request sampled. Raise BadRequestError if the turn has
+        not finished.
         """
         if given.rid is not None:
             return self._ledger.turn_of(caller, given.rid)

@@ -35,7 +35,10 @@ class StoredTurn:
 
     @property
     def policy_logprobs(self) -> PolicyLogprobs:
-        """`BranchTurn.policy_logprobs`. "unknown" for an old record that may have edits or filters."""
+        """The value of `BranchTurn.policy_logprobs`.
+
+        It is "unknown" for an old record that may have edits or filters.
+        """
         stored = self.stored
         if stored.policy_logprobs is not None:
             return stored.policy_logprobs

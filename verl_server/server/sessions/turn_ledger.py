@@ -62,10 +62,10 @@ class TurnLedger:
         return self._child(session, caller.child)
 
     def view(self, caller: SessionCaller, previous: str | None = None, *, repeats: bool = False) -> StoredView:
-        """Return the snapshot from which a text worker plans the next prompt. Raise what `opened` raises.
+        """Return the snapshot from which a text worker plans the next prompt. Raise the errors of `opened`.
 
-        `previous`: response id of the turn that the request continues. Raise SessionNotFoundError if it is unknown.
-        `repeats`: see `opened`.
+        `previous` is the response id of the turn that the request continues. Raise SessionNotFoundError if it is
+        unknown. `repeats` is as in `opened`.
         """
         child = self.opened(caller, repeats=repeats)
         session = self._table.find(caller.session_id).root
@@ -332,7 +332,7 @@ class TurnLedger:
         return session.branches - 1
 
     def _conversation(self, session: Session, plan: NextTurn, prompt: bytes) -> str | None:
-        """Return the name of the child conversation that a turn belongs to; None: the session's own."""
+        """Return the name of the child conversation to which a turn belongs. None: the session's own conversation."""
         if plan.parent >= 0:
             return session.turn(plan.parent).child
         is_known, name = session.conversation(prompt)

@@ -56,7 +56,7 @@ class TileCopies:
 
 
 def _prepared(table: Table, seen: torch.Tensor, device: torch.device, num_warps: int) -> Callable[[], object]:
-    """Return a function that launches the kernel, with all arguments already on the device."""
+    """Return a function that launches the compiled kernel with prepared arguments."""
     records, tiles, constants = table.records.to(device), table.tiles.to(device), kernel_constants(table)
     kernel = requested(table, seen, num_warps)
     # The first launch loads the code. An empty record makes it copy nothing.

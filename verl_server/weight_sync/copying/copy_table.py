@@ -108,7 +108,10 @@ def as_rows(destination: Tensor, source: Tensor) -> Rows | None:
 def build_tables(
     pairs: Sequence[tuple[Tensor, Tensor]], tile_bytes: int, links: Sequence[int] | None = None
 ) -> tuple[list[Table], list[int]]:
-    """Return tables that cover the pairs, and the indices of pairs that no table can take. `links`: see `CopyPlan`."""
+    """Return tables that cover the pairs, and the indices of pairs that no table can take.
+
+    `links` are those of `CopyPlan`.
+    """
     records: dict[Kind, list[tuple[int, ...]]] = {}
     pairs_of: dict[Kind, list[int]] = {}
     left = []

@@ -1,7 +1,7 @@
 """Copies many tensors into many tensors, in place, at the rate of one flat copy.
 
 `UpdatePlan` makes a `CopyPlan` once for a set of (destination, source) views, off the serving loop, and runs it at
-every update. On a GPU one Triton kernel goes over a table of all pairs (`copy_table`, `copy_kernel`). In host memory a
+every update. On a GPU one Triton kernel processes a table of all pairs (`copy_table`, `copy_kernel`). In host memory a
 few threads share the pairs (`host_copy`). torch copies the pairs that neither of them can copy. Kernel and threads
 search the written values for NaN and infinity while the values are in registers or in a cache (`finite`). Only pairs
 that torch copies on a GPU are read a second time for this search.

@@ -98,7 +98,7 @@ def _row_dim(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _rows(shape: Sequence[int], stride: Sequence[int]) -> tuple[list[int], int, list[int]]:
-    """Return (start of each row, length of a row, strides of the rows when they are packed), all in elements."""
+    """Return (start of each row in the memory, length of a row, strides of a contiguous copy), all in elements."""
     split = _row_dim(shape, stride)
     count = math.prod(shape[:split])
     if count > _MOST_ROWS:

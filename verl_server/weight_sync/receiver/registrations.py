@@ -21,7 +21,7 @@ from verl_server.weight_sync.receiver.plan import UpdatePlan
 
 
 class Registrations:
-    """`UpdatePlan`s by id, the most recently used ones. Thread-safe."""
+    """The most recently used `UpdatePlan`s by id. Thread-safe."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._capacity, self._device = capacity, device

@@ -230,7 +230,7 @@ def can_swap_storages() -> bool:
 
 
 def _describe_shared_by_torch(storage: torch.UntypedStorage) -> Allocation:
-    """Return a storage that torch shares (`share_memory_()`), or that torch moves because it cannot swap storages."""
+    """Describe a storage that torch shares (`share_memory_()`), or moves now because it cannot swap storages."""
     try:
         fd, nbytes = storage._share_fd_cpu_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:

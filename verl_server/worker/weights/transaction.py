@@ -1,4 +1,4 @@
-"""`Transaction`: records what the calls between begin and end wrote to one rank's weights.
+"""`Transaction`: records the parameters that calls between begin and end wrote on one rank.
 
 Each rank has one. The `WeightUpdater` creates it, records the writes in it, and ends it. A single update is a
 transaction of one call. Rank 0 decides which calls a transaction admits, and when it ends: see
@@ -56,7 +56,7 @@ class Transaction:
     def check_end(self, parameters: Collection[str], *, partial: bool) -> None:
         """Raise WeightUpdateError if some of the model's `parameters` must be written before the transaction can end.
 
-        `partial`: the end permits that parameters are missing.
+        `partial` is True if parameters may be missing at the end.
         """
         must_be_whole = self.failed or (self.full and not partial)
         missing = self.not_covered(parameters) if must_be_whole else []

@@ -20,7 +20,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class ParameterProof:
     def __init__(self, parameter: Tensor, copies: Sequence[LoadedCopy]) -> None:
-        """`parameter`: the live tensor, contiguous, with its weights still in place."""
+        """`parameter` is the live tensor, contiguous, which still has its weights."""
         self._parameter, self._copies = parameter, copies
         written = self._written()
         self._rest = None if bool(written.all()) else parameter[~written].clone()

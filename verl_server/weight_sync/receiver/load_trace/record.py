@@ -1,9 +1,9 @@
 """`record`: runs a model's loader on tensors without memory, and records the source and destination of each copy.
 
 Prior system: vLLM's `sharded_rdt` records its loaders from fake tensors, too. The loader copies views of the
-checkpoint's tensors to views of the parameters. Views of meta tensors keep their storage, so each copy shows which
-region of which tensor goes to which region of which parameter. Values that the loader computes are recorded as
-computed. Copies cannot write a parameter with such values.
+checkpoint's tensors to views of the parameters. Views of meta tensors keep their storage, so each copy identifies the
+regions of the source tensor and of the parameter. Values that the loader computes are recorded as computed. Copies
+cannot write a parameter with such values.
 """
 
 from __future__ import annotations

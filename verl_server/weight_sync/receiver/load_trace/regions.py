@@ -1,4 +1,4 @@
-"""Regions of a tensor's storage, and the copies between them as indices of the source and views of the destination.
+"""Regions of a tensor's storage, and copies between regions: (index of the source, view of the destination).
 
 `record` creates a `LoadedCopy` for each copy of the loader. `proof` and the engines of `backends` convert a
 `LoadedCopy` into a `Piece`. All functions are pure arithmetic on shapes and strides.
