@@ -250,9 +250,10 @@ class ServerRegistrations:
     All ranks of an engine call the methods with the same ids and outcomes. So all ranks decide alike if a push is sent
     by id, if the server keeps the memory open afterwards, and which registrations the server closes. It is undefined
     behaviour to free CUDA memory that another process maps. So this object has references to the storages from before a
-    request is sent until the server is known to have closed them, even after an error with an unknown outcome. The
-    server keeps a set of tensors open only after two consecutive pushes with the same memory. So temporaries (a copied
-    state dict, gathered parameters) are never kept.
+    request is sent until the server is known to have closed them, even after an error with an unknown outcome.
+
+    The server keeps a set of tensors open only after two consecutive pushes with the same memory. So temporaries (a
+    copied state dict, gathered parameters) are never kept.
 
     Not thread-safe: the pushes of an engine run one after the other.
     """

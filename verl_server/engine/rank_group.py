@@ -7,6 +7,7 @@
 3. The first rank broadcasts its result or error (`rank_sockets`).
 
 The work of a call has no time limit. The limits apply to silence, so no rank waits forever for a rank that has ended.
+
 If a rank leaves a call early (Ctrl-C), it cannot mistake the outcome of this call for the outcome of a later call: the
 first rank starts no later call before all ranks have confirmed the outcome, and raises an error if a rank does not
 confirm.

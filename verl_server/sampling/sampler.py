@@ -12,6 +12,7 @@ after the filters, and for a greedy row the sampled token alone. The default is 
 grammars, masks and `min_new_tokens` count. Temperature 0 counts as 1. Log-probabilities of prompt tokens
 (`logprobs.PromptCandidates`) are always raw.
 
+
 If the reported log-probability is not the policy's (`SampleSpec.adds_policy`), the policy's log-probability is reported
 in addition: the fp32 log-softmax of the model's logits / temperature, which a trainer computes, too. If a mask may
 leave a single token, the result reports whether it did: such a token says nothing about the policy. Both are computed

@@ -4,10 +4,12 @@ The `BatchPlanner` adds requests, walks through the queue from the front, and re
 Larger priorities come first. Within one priority, `fcfs` is the order of arrival. With `lpm` (longest prefix match) the
 order is: requests that were started before; overdue requests, oldest first; requests that continue a cached history,
 longest cached prefix first; other requests, longest cached prefix first. A prefix is matched when its request arrives.
-Later checks visit only pages that the cache gained or lost. A request becomes overdue when it has waited for `max_age`.
-But in each 64th part of `max_age`, only one request of each priority becomes overdue, or a 256th of the requests that
-have waited so long. Otherwise, if more episodes begin than can run, all requests would become overdue together. The
-order would then be the order of arrival, in which each request evicts pages that the next request needs.
+Later checks visit only pages that the cache gained or lost.
+
+A request becomes overdue when it has waited for `max_age`. But in each 64th part of `max_age`, only one request of each
+priority becomes overdue, or a 256th of the requests that have waited so long. Otherwise, if more episodes begin than
+can run, all requests would become overdue together. The order would then be the order of arrival, in which each request
+evicts pages that the next request needs.
 """
 
 from __future__ import annotations

@@ -29,9 +29,11 @@ JSON that is not an object, `text` or `input_ids` beside the header, `prompt_len
 
     url = "http://127.0.0.1:30000/generate"
 
+
     def generate(ids: bytes, fields: bytes) -> httpx.Response:
         headers = {"X-Verl-Prompt-Bytes": str(len(ids)), "Content-Type": "application/json"}
         return httpx.post(url, content=ids + fields, headers=headers, timeout=60)
+
 
     one = struct.pack("<3i", 11, 12, 13)
     print(generate(one, b'{"sampling_params": {"max_new_tokens": 4}}').json()["output_ids"])

@@ -4,6 +4,7 @@
 collective, which nothing can interrupt. So each rank has a watch thread. The watch thread learns through torch's store
 that a rank has failed. If the main thread does not arrive within `_GRACE` seconds, the watch thread saves in its place
 and ends the process. To save, a rank needs only the stored weights and separate connections (`SaveGroup`).
+
 `StepCounter` counts optimizer steps. A rank that is one step behind completes this step, which needs no other rank. If
 a rank has died, or an optimizer step failed halfway, nothing is saved, and the last checkpoint stays.
 """

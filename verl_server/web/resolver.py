@@ -1,9 +1,10 @@
 """`Resolver`: finds the operation of a request by its path and method. No other code does this.
 
 An application calls it first and keeps the result in `scope["state"]["route"]`. Access rules, sessions, replay and
-dispatch read the result, and none of them parses the path again. So no two of them can disagree about a path. A path is
-compared as a whole, as uvicorn decoded it. A path with an additional slash, another case or a control character is
-another path, which no operation serves. There are no redirects.
+dispatch read the result, and none of them parses the path again. So no two of them can disagree about a path.
+
+A path is compared as a whole, as uvicorn decoded it. A path with an additional slash, another case or a control
+character is another path, which no operation serves. There are no redirects.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 The receiver opens such a file for handles that `sglang/payloads` parsed. The receiver copies the file and does not map
 it: another process may cut the file off at any time. A read of a mapping would then be SIGBUS, while a copy is only a
-short read. The file has a reference count (int32, padded to 64 bytes), and then the storage. The owner holds one
-reference, and adds one reference for each pickle of the storage. The reader of a pickle releases that reference. The
-last release removes the file.
+short read.
+
+The file has a reference count (int32, padded to 64 bytes), and then the storage. The owner holds one reference, and
+adds one reference for each pickle of the storage. The reader of a pickle releases that reference. The last release
+removes the file.
 """
 
 from __future__ import annotations

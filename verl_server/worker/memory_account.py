@@ -7,9 +7,10 @@ than their minimum (`Needs`) share the remaining bytes. `StepGraphs` reads its b
 reads the budget of special sampling, and `WeightGroups` reads the budget of received tensors.
 
 The account does not include the communicators of `init_weights_update_group`: they do not exist at the start, and NCCL
-does not report how much memory they take. They are counted like memory of another process. Other processes, such as a
-trainer on the same GPU, are not part of the account. They may allocate after the start. So the free memory is measured
-again before the KV pool is allocated, before each capture, and when memory is resumed.
+does not report how much memory they take. They are counted like memory of another process.
+
+Other processes, such as a trainer on the same GPU, are not part of the account. They may allocate after the start. So
+the free memory is measured again before the KV pool is allocated, before each capture, and when memory is resumed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@
 requests (`Admission`) and the weights' state (`EngineWorkers`), labels the tokens of each step with the weight version,
 and sends one `BatchTokenIDOut` for each step. Every accepted request gets exactly one terminal entry. The
 `ControlQueue` of the embedded engine handles pauses, transactions and weight updates: docs/scheduler-states.md has the
-rules. From `settle` until the end of the turn, or of the pause, the engine is held: it runs no step.
+rules.
+
+From `settle` until the end of the turn, or of the pause, the engine is held: it runs no step.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ def branches(turns: Sequence[StoredTurn], mask: Literal["once", "every"], retrie
 
     A branch ends with a turn that no other turn continues. The first branch of each conversation is its main one. If no
     client received the reply of a turn, and the turn was sampled again, the turn is a retry. Retries are omitted unless
-    `retries` is True. With `mask` "once", a sampled token has loss mask 1 in the first yielded branch that contains it,
-    and 0 in later branches. With `mask` "every", it has loss mask 1 in all branches. The caller sets `session` and
-    `rewards`.
+    `retries` is True.
+
+    With `mask` "once", a sampled token has loss mask 1 in the first yielded branch that contains it, and 0 in later
+    branches. With `mask` "every", it has loss mask 1 in all branches. The caller sets `session` and `rewards`.
     """
     tree = _Tree(turns)
     found = [(tree.kind(path), path) for path in tree.paths()]

@@ -2,9 +2,10 @@
 
 `UpdatePlan` makes a `CopyPlan` once for a set of (destination, source) views, off the serving loop, and runs it at
 every update. On a GPU one Triton kernel processes a table of all pairs (`copy_table`, `copy_kernel`). In host memory a
-few threads share the pairs (`host_copy`). torch copies the pairs that neither of them can copy. Kernel and threads
-search the written values for NaN and infinity while the values are in registers or in a cache (`finite`). Only pairs
-that torch copies on a GPU are read a second time for this search.
+few threads share the pairs (`host_copy`). torch copies the pairs that neither of them can copy.
+
+Kernel and threads search the written values for NaN and infinity while the values are in registers or in a cache
+(`finite`). Only pairs that torch copies on a GPU are read a second time for this search.
 
 Milliseconds for Qwen3-8B's tensors (16.4 GB in bf16) on one H200, and from a second one's memory over NVLink
 (`benchmarks/weight_copy.py`, torch 2.11; the limit is one flat `copy_` of the same bytes):

@@ -2,9 +2,11 @@
 
 A `Region` is one opened allocation. Each reader holds a reference to the region, and the region closes with the last
 reference. So plans share regions, and a running copy keeps its memory even if its plan is dropped. Received sizes and
-offsets are always checked: a view beyond its allocation would read foreign memory, or crash. Shared memory is mapped
-only if it is sealed against shrinking. Other shared memory is copied with `pread` (`memory_file`). A view whose
-elements lie so far apart that its pages take far more memory than the elements is copied, too.
+offsets are always checked: a view beyond its allocation would read foreign memory, or crash.
+
+Shared memory is mapped only if it is sealed against shrinking. Other shared memory is copied with `pread`
+(`memory_file`). A view whose elements lie so far apart that its pages take far more memory than the elements is copied,
+too.
 """
 
 from __future__ import annotations
