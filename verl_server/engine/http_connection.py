@@ -79,9 +79,9 @@ class HttpConnections:
     def request(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float | None
     ) -> Answer:
-        """Send a request and return the answer. Each wait for the server takes at most `timeout` seconds;
+        """Send a request and return the answer.
 
-        None is unbounded.
+        Each wait for the server takes at most `timeout` seconds. None is unbounded.
 
         Raise TimeoutError if the server is silent, and another OSError or http.client.HTTPException if the server
         cannot be reached or the connection breaks.

@@ -87,9 +87,9 @@ class HttpTransport:
     # -- generation -----------------------------------------------------------------------------------------
 
     def generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        """Send a `/generate` request and return the result. Wait at most `timeout` seconds for an answer;
+        """Send a `/generate` request and return the result.
 
-        None is unbounded.
+        Wait at most `timeout` seconds for an answer. None is unbounded.
         """
         return read_result(self.exchange(_GENERATE, self._generate_request(body), timeout))
 

@@ -162,10 +162,10 @@ class BranchTurn(msgspec.Struct, frozen=True):
     """ "cut" if another branch has the rest of the turn."""
     calls: list[dict[str, Any]] = []
     sampling: dict[str, Any] = {}
-    """Parameters that shaped the distribution:
+    """Parameters that shaped the distribution: `temperature`, the `sampling_seed` if there is one, and the other
+    parameters of `SamplingParams` that differ from their defaults.
 
-    `temperature`, the `sampling_seed` if there is one, and the other parameters of `SamplingParams` that differ from
-    their defaults. `grammar` is a digest of the output's grammar.
+    `grammar` is a digest of the output's grammar.
     """
     policy_logprobs: PolicyLogprobs = "unknown"
     """Field that has the policy's log-probabilities of the sampled tokens."""

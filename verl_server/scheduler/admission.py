@@ -70,7 +70,7 @@ class Admission:
                 return
 
     def _is_computed(self, req: Req, node: PageNode, computing: set[PageKey]) -> bool:
-        """Return True if a running prefill computes the page of the request that follows `node`.
+        """Return True if a running prefill computes the request's next page, which follows the cached page `node`.
 
         Requests of one group arrive together. It is cheaper to wait for the prefill of the first request than to
         compute the prompt for each request. The wait is short, because prefills run oldest first.

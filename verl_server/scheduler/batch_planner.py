@@ -84,7 +84,10 @@ class BatchPlanner:
         self.waiting.add(req)
 
     def finish_session(self, session_id: str) -> None:
-        """Record that no later request will continue the session, including its requests that still wait or run."""
+        """Record that no later request will continue the session.
+
+        No request will continue the session's requests that still wait or run, either.
+        """
         self._histories.finish(session_id)
         for req in itertools.chain(self.running, self.waiting):
             req.session_over = req.session_over or req.session_id == session_id

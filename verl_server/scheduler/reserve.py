@@ -24,7 +24,7 @@ class Reserve:
         self._ratio = _START
 
     def step_planned(self, retracted: bool) -> None:
-        """Record that a step was planned, and if a request was retracted for it."""
+        """Record that a step was planned. `retracted` is True if a request was retracted for it."""
         self._ratio = min(1.0, self._ratio + _RISE) if retracted else max(_LEAST, self._ratio - _DECAY)
 
     def expected_pages(self, reqs: Iterable[Req]) -> int:

@@ -28,9 +28,9 @@ Write = Callable[[Any], Any]
 Convert = Callable[[list[Any]], list[Any]]
 """A function that converts the candidates of each position."""
 _AT_ONCE, _AT_ONCE_WITH_TEXT = 4096, 512
-"""The most candidates that are encoded together with their result, which takes about 1 ms:
+"""The most candidates that are encoded together with their result: (without texts, with texts).
 
-(without texts, with texts).
+Either number takes about 1 ms.
 """
 
 

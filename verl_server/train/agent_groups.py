@@ -4,9 +4,9 @@
 the server recorded. An episode whose history the agent edited, or that has sub-agents, is several trajectories.
 
 The trainer computes the distribution of its policy at one temperature, without penalties, bias and filters. So these
-parameters are fixed for the agent's sessions. If a request sets other values, `TrainArgs.agent_sampling` decides if the
-request is refused, or sampled with the fixed values; then the turn records this. Masks (grammars of tool calls and
-answers) are the agent's choice, and the records contain their effect.
+parameters are fixed for the agent's sessions. If a request sets other values, `TrainArgs.agent_sampling` decides
+whether the request is refused, or is sampled with the fixed values. In the latter case its turn records the requested
+values. Masks (grammars of tool calls and answers) are the agent's choice, and the records contain their effect.
 """
 
 from __future__ import annotations

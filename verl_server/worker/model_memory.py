@@ -32,7 +32,7 @@ def weight_bytes(model: Decoder) -> int:
 
 
 def allocate_weights(model: Decoder, device: torch.device) -> MemoryArena:
-    """Move all parameters into an arena. Their values are zeros."""
+    """Replace all parameters by zeros in a new arena, and return the arena."""
     arena = MemoryArena(weight_bytes(model), device)
     _clear(arena)
     offset = 0
@@ -176,7 +176,7 @@ class ModelMemory:
         return figures
 
     def _release_scratch(self) -> None:
-        """Free the memory that allocators keep for the next step's activations, and that of the last batch."""
+        """Free the memory that allocators keep for the next step's activations, and the memory of the last batch."""
         synchronize(self._device)
         self._sampler.forget()
         if self._device.type == "cuda":

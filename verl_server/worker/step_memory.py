@@ -47,7 +47,7 @@ class _Bytes(NamedTuple):
     mode: int
     """Rows with other log-probabilities than the default."""
     policy: int
-    """Rows that report log-probabilities of the policy in addition, and if masks left a choice."""
+    """Rows that also report the policy's log-probabilities, and whether masks left a choice."""
     top: int
     """Rows that request more than `few` most likely tokens."""
     few: int

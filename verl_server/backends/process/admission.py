@@ -73,7 +73,10 @@ class Admission:
         return dropped
 
     def note(self, new: NewTokens) -> Accepted | None:
-        """Count the new tokens of a request, and remove it after its last token. Return it, or None if it has ended."""
+        """Count the new tokens of a request, and remove the request after its last token.
+
+        Return the request, or None if it had ended before.
+        """
         accepted = self.running.get(new.rid)
         if accepted is None:
             return None

@@ -36,9 +36,9 @@ After each poll the engine's workers spin for a while (vLLM's for a second), on 
 
 
 class EngineWorkers:
-    """The workers.
+    """The workers of an engine of another project, and what the last reply said about their weights and staging.
 
-    It is also the `weights` and the `stager` of the `Worker` protocol, with values of the last reply.
+    So this object is also the `weights` and the `stager` of the `Worker` protocol.
     """
 
     def __init__(self, driver: EngineDriver, timeout: float, clock: Callable[[], float]) -> None:

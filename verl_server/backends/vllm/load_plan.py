@@ -1,4 +1,4 @@
-"""`LoadPlan`: decides for each module of vLLM's model if updates write it by copies or by vLLM's reload.
+"""`LoadPlan`: decides for each module of vLLM's model whether updates write it by copies or by vLLM's reload.
 
 Copies are used if vLLM's loader only copies into the module's parameters, and if the live parameters have the format in
 which they are loaded. Otherwise, and if `load_proof` finds a difference, each update reloads the module. `ServedModel`

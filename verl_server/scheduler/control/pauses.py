@@ -1,8 +1,8 @@
 """`Pauses`: begins and ends pauses of generation, and keeps the pauses that wait for started requests to finish.
 
-The `ControlQueue` owns it, passes requests to pause and to continue to it on arrival, and calls `watch` between steps.
-A pause with `mode="wait"` drains: no further request starts until the pause begins. docs/scheduler-states.md has the
-table.
+The `ControlQueue` owns it, calls `receive` or `end` when a request to pause or to continue arrives, and calls `watch`
+between steps. A pause with `mode="wait"` drains: no further request starts until the pause begins.
+docs/scheduler-states.md has the table.
 """
 
 from __future__ import annotations

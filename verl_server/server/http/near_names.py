@@ -10,16 +10,13 @@ import re
 from collections.abc import Iterable
 
 _SHORTEST = 3
-"""Fewest letters of a name that is compared. Shorter names are too similar:
-
-`tag` and `mod` are similar to `tags` and `mode`.
-"""
+"""Fewest letters of a name that is compared. Shorter names are too similar (`tag` and `tags`, `mod` and `mode`)."""
 _SHORTEST_EXCHANGED = 4
 """From this length on, two exchanged letters count as a misspelling."""
 _SHORTEST_REPLACED = 6
 """From this length on, one different letter counts as a misspelling.
 
-A shorter name is likely another word (`step` and `stop`).
+A shorter name is just as likely another word (`step` and `stop`).
 """
 _OTHER_WORDS = {
     "history": ("messages",),

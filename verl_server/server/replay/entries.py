@@ -15,7 +15,7 @@ from verl_server.server.replay.answer_log import AnswerLog
 Scope = bytes
 """16 bytes: a hash of the caller's key, the session and the child session.
 
-Equal idempotency keys of different scopes differ.
+Idempotency keys are compared within one scope only.
 """
 
 _KEPT_BYTES = 900

@@ -113,7 +113,7 @@ def _branch(
     *,
     every: bool,
 ) -> Branch:
-    """Return one branch, and record that an earlier branch now has its tokens."""
+    """Return one branch. Add its sampled tokens to `masked`, and its ids to `earlier`, for the branches after it."""
     last = path[-1]
     ids = [*last.turn.prompt_ids(), *last.turn.output_ids()]
     mask, logprobs = [0] * len(ids), [0.0] * len(ids)

@@ -76,9 +76,9 @@ class Table:
     records: Tensor
     """int64 [blocks, FIELDS], on the host."""
     tiles: Tensor
-    """int32 [tiles, 2], on the host, in the order in which tiles start:
+    """int32 [tiles, 2], on the host: (index of the record, index of the tile in the record).
 
-    (index of the record, index of the tile in the record).
+    The tiles are in the order in which they start.
     """
     pairs: list[int]
     """Index of the pair of each record."""

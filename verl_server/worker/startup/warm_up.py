@@ -16,7 +16,7 @@ from verl_server.worker.startup.compile_ahead import compile_request, launches_t
 def warm_up(server_args: ServerArgs, capability: float | None = None, multiprocessors: int | None = None) -> str:
     """Fill the cache for a GPU, or for this processor with `device="cpu"`.
 
-    Return the compiled kernels and the cache's folder.
+    Return a text that names the compiled kernels and the cache's folder.
 
     The GPU is this machine's GPU, or a GPU with the compute capability `capability` (for example 9.0) and
     `multiprocessors` multiprocessors. Raise VerlServerError if something cannot be compiled.

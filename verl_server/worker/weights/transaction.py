@@ -27,7 +27,7 @@ class Transaction:
     torn_by: str
     """Reason why the weights were torn before the first write, if they were."""
     unwritten: Collection[str]
-    """Parameters that had to be written before the weights could serve, at the start of the transaction."""
+    """Parameters that, at the start of the transaction, had to be written before the weights could serve."""
     full: bool = False
     """True if every parameter must be pushed before the transaction can end."""
     label: str | None = None

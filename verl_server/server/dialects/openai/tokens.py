@@ -28,11 +28,9 @@ class TokenTexts:
         """
         self._text_json: Callable[[int], bytes] = cache(lambda token: orjson.dumps(self.text(token)))
         self.entry_head: Callable[[int, bool], bytes] = cache(self._entry_head)
-        """Returns the beginning of the token's entry in a chat:
+        """Returns the beginning of the token's entry in a chat, up to and including the key "logprob".
 
-        {"token": ..., "bytes": ..., "logprob": without the value.
-
-        The second argument is `as_id` of `name`.
+        The entry is {"token": ..., "bytes": ..., "logprob": ...}. The second argument is `as_id` of `name`.
         """
 
     def spelling(self, token: int) -> bytes:
