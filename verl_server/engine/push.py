@@ -247,20 +247,23 @@ class _Set:
 class ServerRegistrations:
     """The memory of a trainer that one engine's server may have open, and the contents of the next push about it.
 
-    All ranks of an engine call the methods with the same ids and outcomes. So all ranks decide alike if a push is sent
-    by id, if the server keeps the memory open afterwards, and which registrations the server closes. It is undefined
-    behaviour to free CUDA memory that another process maps. So this object has references to the storages from before a
-    request is sent until the server is known to have closed them, even after an error with an unknown outcome.
+    All ranks of an engine call the methods with the same ids and outcomes. So all ranks make the same three decisions:
+    whether a push is sent by id, whether the server keeps the memory open afterwards, and which registrations the
+    server closes. It is undefined behaviour to free CUDA memory that another process maps. So this object has
+    references to the storages from before a request is sent until the server is known to have closed them, even after
+    an error with an unknown outcome.
 
-    The server keeps a set of tensors open only after two consecutive pushes with the same memory. So temporaries (a
-    copied state dict, gathered parameters) are never kept.
+    *Second sight*: unless the caller registers a set of tensors, the server keeps it open only after two consecutive
+    pushes with the same memory. So temporaries (a copied state dict, gathered parameters) are never kept.
 
     Not thread-safe: the pushes of an engine run one after the other.
     """
 
     def __init__(self) -> None:
         self.second_sight = True
-        """False for an engine on the trainer's device, because the trainer could not offload memory that is kept."""
+        """True if the server keeps memory from the second push on. False for an engine on the trainer's device, because
+        the trainer could not offload memory that is kept.
+        """
         self._sets: collections.OrderedDict[str, _Set] = collections.OrderedDict()
         self._open: dict[str, list[torch.UntypedStorage]] = {}
         """Every id whose memory the server may have open or may still read, with its CUDA storages."""

@@ -8,7 +8,8 @@ not change the matcher. If a matcher fails, only its own request ends.
 
 Copies of a matcher share automata under one lock, so that their masks are computed one after the other, and a slow mask
 delays them all. A typical compilation takes a millisecond. So each request's grammar is compiled anew, unless an
-earlier request left an idle matcher. Only if a grammar is expensive to compile, its requests use copies of one matcher.
+earlier request left an idle matcher. Only the requests of a grammar that is expensive to compile use copies of one
+matcher.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Grammars:
         self.waiting: dict[str, Req] = {}
         """Requests whose grammar is being compiled, by rid."""
         self.masks: StepMasks | None = None
-        """The tokenizer of the grammar library. None until `load`."""
+        """Computes the masks of steps, and advances the matchers. None until `load`."""
         self.on_compiled: Callable[[], None] = lambda: None
         """Called in a thread whenever a compilation has ended."""
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()

@@ -31,7 +31,7 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
 
 
 def _prepare_device(server_args: ServerArgs, tp_rank: int) -> None:
-    """Create the CUDA context. On the first rank of a host, start to compile kernels that the Triton cache lacks."""
+    """Create the CUDA context. On the first rank of a host, also start to compile kernels that the cache lacks."""
     gpu = create_context(server_args, tp_rank)
     if gpu is not None and tp_rank % server_args.ranks_per_node == 0:
         compile_ahead(server_args, gpu)

@@ -27,7 +27,7 @@ _MOST_BUFFERS = 4
 
 @dataclass
 class MaskedStep:
-    """The rows of one step whose masks are not ready or failed."""
+    """The masks of one step, and the requests that got no mask, because it is late or because their matcher failed."""
 
     masks: TokenMasks | None
     failures: list[tuple[Req, FinishReason]]

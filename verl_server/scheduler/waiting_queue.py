@@ -30,7 +30,8 @@ SchedulePolicy = Literal["lpm", "fcfs"]
 _OVERDUE_PARTS = 64
 """Number of parts of `max_age`. In each part, one request of each priority may become overdue."""
 _OVERDUE_SHARE = 256
-"""If more requests than this number are due, one of every `_OVERDUE_SHARE` becomes overdue in each part of `max_age`.
+"""If more requests than this number have waited for `max_age`, one of every `_OVERDUE_SHARE` of them becomes overdue in
+each part of `max_age`.
 
 So the last of 1,000 requests becomes overdue within 10 times `max_age`, instead of 17 times.
 """
@@ -40,9 +41,9 @@ class WaitingQueue:
     """Waiting requests, including retracted ones, in the order of `Req.place`."""
 
     def __init__(self, cache: RadixCache, policy: SchedulePolicy, max_age: float, clock: Callable[[], float]) -> None:
-        """`max_age` is in seconds. The n-th of many overdue requests becomes overdue at most n * `max_age` / 64 later.
+        """`max_age` is the number of seconds after which a request becomes overdue. `clock` returns seconds.
 
-        `clock` returns seconds.
+        If many requests have waited so long, the n-th of them becomes overdue at most n * `max_age` / 64 seconds later.
         """
         self._cache, self._max_age, self._clock = cache, max_age, clock
         self._next_overdue = -math.inf

@@ -45,7 +45,7 @@ class SessionParams(msgspec.Struct, frozen=True):
     offset: int = 0
     """If positive: the number of tokens of that request (prompt and output) that are kept.
 
-    If negative: the number of tokens at the end that are dropped.
+    If negative: the number of tokens at the end that are dropped. 0 keeps all of them.
     """
     replace: bool = False
     """Without effect: the earlier continuation stays in the record as a branch of its own."""
@@ -321,9 +321,9 @@ class Samples:
 
     @property
     def sampling_mask_num(self) -> int:
-        """The most tokens of a sampling mask:
+        """The most tokens of a sampling mask, or 0 if no mask is returned.
 
-        `top_k`, and as many tokens again that are as likely as the last of the `top_k`.
+        They are the `top_k` tokens, and as many tokens again that are as likely as the last of the `top_k`.
         """
         return 2 * self.sampling.top_k if self.return_sampling_mask else 0
 

@@ -124,7 +124,7 @@ class EngineProcesses:
         return infos[0]
 
     def _check(self, waiting_for: ChildProcess, check: Check | None) -> None:
-        """Raise the error of `check`, or an error if a child has died, while this process waits for `waiting_for`."""
+        """Raise the error of `check`, or an error if another child than `waiting_for` has failed during the wait."""
         if check is not None:
             check()
         for child in self.children:

@@ -17,7 +17,7 @@ from typing import Any
 from verl_server.errors import BadRequestError
 
 MAX_OPCODES = 4_000_000
-"""The most opcodes of a pickle: enough for about 60,000 tensors."""
+"""The most opcodes of a pickle: enough for about 60,000 tensors. A longer pickle would only keep the reader busy."""
 _MAX_FIELDS = 64
 """The most entries of a record's state. The state is copied each time that the pickle refers to the state."""
 _MARK = object()

@@ -55,8 +55,9 @@ class Needs:
     graphs: int
     """All CUDA graphs, which share their memory."""
     special_least: int
-    """Sampling that takes more than a plain draw: (minimum, the most that all requests together can use)."""
+    """Minimum for sampling that takes more than a plain draw."""
     special_most: int
+    """The most that all requests together can use for sampling that takes more than a plain draw."""
     received_most: int
     """The most bytes of tensors that a process group sent and that are not written yet."""
 

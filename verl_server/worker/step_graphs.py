@@ -233,7 +233,7 @@ class StepGraphs:
             self._graph_of(key, nothing, work, None if key.kind == "decode" else none)
 
     def run_each_once(self) -> None:
-        """Run every step that can be captured, but without a capture, so that all its kernels are compiled."""
+        """Run every step that can be captured, but without a capture, so that all its kernels are launched."""
         for key in self._all:
             self._run_once(key, PackedInts(self._capacities(key), self._kv.device))
 

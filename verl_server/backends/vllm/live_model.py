@@ -79,8 +79,8 @@ class LiveModel:
     def trace(self, slots: Mapping[str, WeightSlot]) -> tuple[LoadTrace, dict[str, Tensor]]:
         """Record the operations of vLLM's loader on all tensors of the checkpoint.
 
-        Return (trace, parameters in the format in which they are loaded, on the meta device). If the loader raises an
-        error, restore the live tensors and raise the error.
+        Return (trace, parameters in the format in which they are loaded, on the meta device). The live tensors are
+        restored in any case. Errors of the loader pass through.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

@@ -27,7 +27,7 @@ _sharing_lock = threading.Lock()
 
 @dataclass
 class LocalSerializedTensor:
-    """One tensor for all tensor-parallel ranks of the server."""
+    """One tensor, with one pickle for each tensor-parallel rank of the server."""
 
     values: list[bytes]
     """One pickled tensor for each rank."""
@@ -112,7 +112,7 @@ class _Pickler(ForkingPickler):
 
 
 def _rebuild_cuda_tensor_modified(*arguments: Any) -> None:
-    """Represent the function in SGLang's pickles that rebuilds a CUDA tensor on the GPU with a UUID."""
+    """Represent the function in SGLang's pickles that rebuilds a CUDA tensor, whose GPU is named by its UUID."""
     raise RuntimeError(
         "A payload of handles was unpickled in this process, which cannot open them. Send it to the server's route "
         "/update_weights_from_tensor instead."

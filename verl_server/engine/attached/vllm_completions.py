@@ -95,7 +95,10 @@ _STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous
 
 
 def _split(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one body for each prompt, without the hints that vLLM does not have."""
+    """Return one body for each prompt, without the hints that vLLM does not have.
+
+    A field that is a list has one entry for each prompt. Raise BadRequestError for another number of entries.
+    """
     body = {name: value for name, value in body.items() if name not in _HINTS}
     prompts = body.get("input_ids", body.get("text"))
     if ("input_ids" in body) == ("text" in body):

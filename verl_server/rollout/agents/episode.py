@@ -233,10 +233,7 @@ class AgentPlayer:
 
     @staticmethod
     async def _judged(end: End, client: SessionsClient, run: str | None) -> End:
-        """Return `end`.
-
-        If an agent failed because its server is away or is no longer the run `run`, make it GENERATION_ERROR.
-        """
+        """Return `end`, as GENERATION_ERROR if an agent failed and its server is away or no longer has run `run`."""
         if end.reason is StopReason.AGENT_ERROR and (not await client.is_alive() or client.run != run):
             end.reason = StopReason.GENERATION_ERROR
             end.error = f"The server ended meanwhile. {end.error}"

@@ -98,7 +98,7 @@ class Referee:
         self.waiting = 0
         """Number of calls that run now."""
         self.fault: asyncio.Future[EnvError] = asyncio.get_running_loop().create_future()
-        """The first fault of the environment, None before a fault."""
+        """Result: the first fault of the environment. The future is pending until a fault occurs."""
         self.events: list[tuple[str, float, float]] = []
 
     async def reset(self, seed: int | None) -> None:

@@ -147,7 +147,7 @@ class RunFolder:
         return {(entry.task, entry.member): entry for entry in lines if entry.final}
 
     def begin(self, models: Sequence[str] = ()) -> None:
-        """Begin to write: store the settings of a new run, or remove incomplete lines of an interrupted run.
+        """Begin to write: store the settings of a new run, or remove the incomplete records of an interrupted run.
 
         `models` are the known models of the servers. Raise BadRequestError if a resumed run had others.
         """
@@ -238,7 +238,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class _Left:
-    """The episodes of an earlier part of the run that are complete."""
+    """The attempts of an earlier part of the run, without those whose trajectories were lost."""
 
     lines: list[EpisodeLine]
     kept: set[tuple[int, int, int]]

@@ -60,7 +60,7 @@ class KeptPages:
     def evicted(self, node: PageNode) -> None:
         """Record that the page of `node` was freed.
 
-        Waiting requests whose cached prefix ended at this page now count at its parent.
+        Its `waiters`, the waiting requests whose cached prefix ended at this page, already count at its parent.
         """
         if node.is_kept:
             self._forget(node)

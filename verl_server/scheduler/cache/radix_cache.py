@@ -57,7 +57,7 @@ class RadixCache:
         self._outdated: list[PageNode] = []
         """Nodes of older versions whose pages, and whose descendants' pages, were not collected yet."""
         self._uncollected = 0
-        """Number of pages of `_detached` that no request holds."""
+        """Number of the pages at and below the nodes of `_outdated` that no request holds."""
 
     @property
     def num_pages(self) -> int:
@@ -132,7 +132,7 @@ class RadixCache:
             self._push_if_evictable(left)
 
     def finish(self, node: PageNode) -> None:
-        """Evict the pages on the path to `node` first, as far as no other path shares them."""
+        """Make the pages that only the path to `node` has the next pages that `evict` frees. Free no page now."""
         left = self._remaining(node)
         if left is None or left.children:
             return
@@ -232,10 +232,9 @@ class RadixCache:
         return node, swapped
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages without a holder: pages of older versions first, then leaves in the order of
-        eviction.
+        """Free up to `count` pages without a holder, and return the number of freed pages.
 
-        Return the number of freed pages.
+        Pages of older versions are freed first, then leaves in the order that the module docstring describes.
         """
         freed = self._collect(count)
         while len(freed) < count and self._leaves:

@@ -157,7 +157,10 @@ class ControlQueue:
         self._step_taken = True
 
     def _owes_progress(self) -> bool:
-        """Return True if no step ran since the last update. A series of updates must not stop generation."""
+        """Return True if generation made no progress since the last update: a series of updates must not stop it.
+
+        There is no progress if no step ran, or while a request still recomputes the KV that the update dropped.
+        """
         return not self._step_taken or self._scheduler.planner.is_restarting()
 
     def is_ready(self) -> bool:
@@ -243,7 +246,7 @@ class ControlQueue:
             self._scheduler.worker.drop_staged(pending.req)
 
     def _drop_all_updates(self) -> None:
-        """Refuse the staged updates and close the memory that they opened, because the weights were released."""
+        """Refuse the staged updates and close everything that they opened, because the weights were released."""
         for pending in self._staged():
             if not _is_join(pending.req):
                 name = type(pending.req).__name__
@@ -252,7 +255,7 @@ class ControlQueue:
                 )
 
     def _drop_described(self, unregistered: UnregisterWeightsReq) -> None:
-        """Refuse staged requests whose descriptions were unregistered since, and close the memory that they opened."""
+        """Refuse staged requests whose descriptions were unregistered since, and close everything that they opened."""
         ids = unregistered.registrations
         for pending in self._staged():
             description = getattr(pending.req, "description", None)

@@ -2,8 +2,8 @@
 
 It is between `AuthMiddleware` and the routes, and applies to requests to generate that have the header
 `Idempotency-Key` or belong to a session. The application writes its answer to an `AnswerLog`, and the client's
-connection reads the log. If the connection breaks, the answer is kept for `replay_grace` seconds. The rules, by what
-arrives:
+connection reads the log. If the connection breaks, the application continues for `replay_grace` seconds, so that a
+retry misses no part of the answer. The rules, by what arrives:
 
 - a key that came before, with the same body: the connection joins the running answer, or gets the kept one;
 - the same key with another body: 409;

@@ -51,7 +51,7 @@ class MessageNodes:
         """Append consecutive messages after node `after`. Return the last node.
 
         A message that is in the tree already is not appended again, so turns with equal messages have the same prompt
-        node. The parents in `records` are ignored. A sampled reply is always a new message.
+        node. The parents in `records` are ignored. The node of a sampled reply never counts as one of these messages.
         """
         if not records:
             return after

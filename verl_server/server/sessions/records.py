@@ -90,7 +90,7 @@ class SampledFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     policy: bytes = b""
     """The policy's log-probabilities as float32, one for each output id, if `policy_logprobs` is "given"."""
     has_choice: bytes = b""
-    """uint8, 1 for each output id for which masks allowed another token. Empty if this was not counted."""
+    """uint8 for each output id: 1 if masks allowed another token, else 0. Empty if this was not counted."""
     overridden: bytes = b""
     """JSON: `BranchTurn.overridden`, or empty."""
     seed: int | None = None

@@ -211,7 +211,8 @@ class _Worker:
     def start(cls, setup: TextSetup, niceness: int, purpose: Purpose, is_unwanted: Callable[[], bool]) -> _Worker:
         """Start a process, and block until it is ready. Do not call it on the loop.
 
-        Raise ServerLaunchError if the process ends, or as soon as `is_unwanted` returns True.
+        Raise ServerLaunchError if the process ends, if it is not ready in time, or as soon as `is_unwanted` returns
+        True.
         """
         messages, worker_end = MessageSocket.pair()
         with worker_end:

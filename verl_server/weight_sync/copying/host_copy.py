@@ -216,7 +216,7 @@ def _piece_job(copy_rows: CopyRows | None, batch: list[Piece]) -> Job:
     """Return a job that copies a batch and checks the destinations, because a conversion may overflow."""
     looks: list[tuple[int, Callable[[], bool]]] = []
     spans: list[tuple[int, int, int, int]] = []
-    """Return (pair, address, bytes, exponents) of the memory that the compiled loop can check.
+    """(index of the pair, address, bytes, exponents) of the memory that the compiled loop can check.
 
     Adjacent pieces of memory are merged.
     """

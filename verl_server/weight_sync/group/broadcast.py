@@ -35,7 +35,7 @@ _ANSWER_SECONDS = 5.0
 class GroupMember(Protocol):
     """The methods of an engine that this module calls.
 
-    Each method returns when the server has completed the request, and raises if the server answers with an error.
+    Each method returns when the server has completed the request. Otherwise it raises an error.
     """
 
     def init_weights_update_group(self, *args: Any, **kwargs: Any) -> Any: ...

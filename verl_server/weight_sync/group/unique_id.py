@@ -29,7 +29,8 @@ _MOST_PICKLE_BYTES = 4096
 def connect_by_unique_id(store: Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup:
     """Wait for the trainer's unique id in `store`, and return the NCCL group of that id.
 
-    The ranks connect in the first collective. Raise RuntimeError if the id does not arrive in time.
+    The ranks connect in the first collective. Raise RuntimeError if the id does not arrive in time,
+    or is malformed.
     """
     try:
         unique_id = read_unique_id(store.get(_PUBLISHED_KEY))

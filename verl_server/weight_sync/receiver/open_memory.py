@@ -319,7 +319,7 @@ def _check_handle(allocation: Allocation) -> None:
 
 
 def _room_behind(address: int) -> int:
-    """Return the size of an opened segment in bytes, as the driver reports it."""
+    """Return the bytes from an address to the end of its opened segment, or 0 if the driver does not report them."""
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
     failed = driver.cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address))

@@ -36,7 +36,7 @@ class UpdatePlan:
     """Parameters that the update replaces, by their names in the `WeightMap`."""
     destinations: list[Tensor]
     sources: list[Tensor]
-    """Pairs of (written view, read view) of this rank. Empty after `close`."""
+    """This rank copies `sources[i]` into the view `destinations[i]`. Both lists are empty after `close`."""
     loaded: dict[str, Source]
     """Whole tensors that the `WeightMap`'s loader installs, by the names of slots or stacks. Empty after `close`."""
     nbytes: int

@@ -166,7 +166,7 @@ class WeightReceiver:
         return value.get(self._rank)
 
     def _nearest(self, copies: Sequence[Allocation]) -> int:
-        """Return the index of a copy on this rank's own GPU, or else of a copy that few other ranks read."""
+        """Return the index of a copy on this rank's own GPU, else of one that as few other ranks as possible read."""
         for i, allocation in enumerate(copies):
             if self._gpu and _plain_uuid(allocation.device_uuid) == self._gpu:
                 return i

@@ -37,7 +37,7 @@ class NamedTensors(list[Pushed]):
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """The addresses, shapes, strides and dtypes of tensors, and their boxes in full tensors.
+    """The addresses, shapes, strides and dtypes of tensors, and their places in full tensors.
 
     Two layouts are equal if nothing of this has changed. The caller must know that the storages still exist, because an
     address may be reused.
@@ -78,7 +78,7 @@ class LayoutGuard:
 
     It uses the guard that torch puts before compiled functions. This guard compares types, dtypes, devices, shapes and
     strides of all tensors in one call, in a fifth of the time that it takes to read them in Python. The guard of torch
-    does not compare addresses, which this class compares itself.
+    does not compare addresses, so this class compares them in addition.
     """
 
     def __init__(self, tensors: NamedTensors, layout: MemoryLayout) -> None:
@@ -105,9 +105,10 @@ class LayoutGuard:
 
 
 def _memories(tensors: list[Pushed]) -> tuple[list[Any], list[Any]]:
-    """Return (this rank's plain tensors, boxes and full shapes of the sharded tensors).
+    """Return (this rank's plain tensors, place of each in its full tensor). The second is [] if no tensor is sharded.
 
-    The second is [] if none is sharded.
+    A place is the spec of a `DTensor` (shape, placements, mesh), (full shape, offset) of a `TensorShard`, or None for a
+    plain tensor. Raise BadRequestError if a tensor has no plain memory.
     """
     values: list[Any] = [value for _, value in tensors]
     kinds = set(map(type, values))

@@ -41,9 +41,8 @@ class WeightGroups:
     def join(self, req: InitWeightsUpdateGroupReq) -> Done:
         """Join the trainer's group within `control_timeout` seconds.
 
-        The group replaces a group whose trainer has ended.
-
-        Raise BadRequestError if a working group has the name, and WeightUpdateError if the group cannot be joined.
+        If the name has a group whose trainer has ended, that group is left first. Raise BadRequestError if the name has
+        a working group, and WeightUpdateError if the new group cannot be joined.
         """
         with self._lock:
             old = self._groups.get(req.group_name)
