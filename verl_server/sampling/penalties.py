@@ -27,7 +27,7 @@ class _Counted:
     slots: Tensor
     """int64 [n]: line of the table of each row of the batch, -1 for rows without penalties."""
     repetition: Tensor
-    """fp32 [n]. The other two have the same form."""
+    """fp32 [n], like `frequency` and `presence`."""
     frequency: Tensor
     presence: Tensor
 

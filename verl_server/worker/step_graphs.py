@@ -169,7 +169,7 @@ class StepGraphs:
 
         A burst of requests needs new sizes in many consecutive steps. If a captured graph is not much larger than the
         step, the step replays this graph with more padding, and at most one of `_CAPTURE_INTERVAL` steps captures the
-        next size. All ranks make the same choice.
+        next size. All ranks make the same choice, because it depends only on values that all ranks share.
         """
         self._steps_without_capture += 1
         exact, *larger = (_Key(kind, size, shared) for size in sizes[bisect.bisect_left(sizes, tokens) :])

@@ -42,7 +42,7 @@ KEY_HEADER = "idempotency-key"
 _MOST_KEY = 255
 _MOST_ENTRY_BYTES = 16 * 2**20
 _NOTICE_SECONDS = 0.05
-"""Seconds to wait at most until the server detects that the connection of the earlier request was lost."""
+"""The most seconds to wait until the server detects that the connection of the earlier request was lost."""
 
 
 class ReplayMiddleware:

@@ -23,9 +23,9 @@ from verl_server.server.tokenizer_manager import TokenizerManager
 _LIVE_SECONDS = 5.0
 """Seconds. A scheduler that sent a message within this time is alive. Otherwise a request is sent to it."""
 _HEALTH_TIMEOUT = 20.0
-"""Seconds that a health check waits at most for a step, or for the scheduler's answer."""
+"""The most seconds that a health check waits for a step, or for the scheduler's answer."""
 _STATE_TIMEOUT = 2.0
-"""Seconds to wait at most for the scheduler's figures before the next check for tokens."""
+"""The most seconds to wait for the scheduler's figures before the next check for tokens."""
 _LOOK_SECONDS = 0.1
 """Seconds between two checks for a completed step."""
 

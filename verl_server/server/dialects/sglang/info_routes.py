@@ -21,7 +21,7 @@ from verl_server.server.metrics import CONTENT_TYPE, gauges_text
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 _STATE_TIMEOUT = 2.0
-"""Seconds to wait at most for the scheduler's figures, which a long update may delay."""
+"""The most seconds to wait for the scheduler's figures, which a long update may delay."""
 _SECTIONS = {"memory": "memory", "disagg": "disaggregation", "queues": "queues"}
 """Name in `?include=` -> part of a load."""
 _INCLUDES = {"core", "spec", "lora", "all", *_SECTIONS}
