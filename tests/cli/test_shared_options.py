@@ -17,7 +17,7 @@ COMMANDS: list[type[Any]] = [RolloutArgs, AgentRolloutArgs, TrainArgs, GRPOConfi
 DIFFERENT = {
     "out": "a file of trajectories, or the folder of a run",
     "environment": "an agent plays more kinds of environments than OpenEnv's servers",
-    "server": "a trainer and a rollout attach to one server, agents play on several; GRPO launches one",
+    "server": "a trainer attaches to the servers that it names, or launches one",
     "model_path": "the policy of a trainer, or the model of a server that is launched",
     "limits": "sessions of agents have other bounds than episodes of an environment",
 }
@@ -55,7 +55,7 @@ def test_shared_options_agree() -> None:
 
 
 def test_both_rollouts_play_groups_with_draws_of_their_own() -> None:
-    where = {"server": "http://s", "environment": "http://e"}
+    where = {"server": ("http://s",), "environment": "http://e"}
     tasks = make_tasks(RolloutArgs(**where, groups=3, group_size=2, first_seed=10, seed=1))
     assert [(t.group, t.member, t.seed) for t in tasks] == [(g, m, 10 + g) for g in range(3) for m in range(2)]
     assert len({t.sampling_seed for t in tasks}) == 6
@@ -68,4 +68,4 @@ def test_both_rollouts_play_groups_with_draws_of_their_own() -> None:
 @pytest.mark.parametrize("name", ["groups", "group_size"])
 def test_no_groups_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be at least 1, not 0"):
-        RolloutArgs(server="http://s", environment="http://e", **{name: 0})
+        RolloutArgs(server=("http://s",), environment="http://e", **{name: 0})

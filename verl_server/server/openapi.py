@@ -74,7 +74,8 @@ _FACTS: Schema = {
 }
 _INNER_ERROR = {
     "type": "object",
-    "properties": _FACTS | {"code": {"type": ["integer", "string"], "description": "The error's name, or the status."}},
+    "properties": _FACTS
+    | {"code": {"type": ["integer", "string", "null"], "description": "The error's name, or the status."}},
     "required": ["message", "type", "code"],
 }
 _ERROR: Schema = {

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import read_json
 from verl_server.files.path_options import OutputPath
@@ -178,9 +179,9 @@ class Demo:
         limits = Limits(max_turns=args.guesses, max_new_tokens=1, env=EnvTimeouts(step=30, reset=30))
         renderer = TextRenderer(AutoTokenizer.from_pretrained(folder))
         # By its URL: the server may be launched again, and then another process serves there.
-        loop = AgentLoop(
-            str(engine.url), environment.url, renderer, sampling_params={"temperature": 1.0}, limits=limits
-        )
+        client = HttpServerEngineAdapter.attach(str(engine.url), admin_api_key=engine.admin_api_key)
+        stack.enter_context(client)
+        loop = AgentLoop(client, environment.url, renderer, sampling_params={"temperature": 1.0}, limits=limits)
         stack.enter_context(loop)
         ranks = all_ranks()
         run = GRPO(trainer, RolloutServers([engine], ranks), loop, ranks, alarm=GapAlarm(torch.float32))
