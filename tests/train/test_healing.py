@@ -7,19 +7,31 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from tests.torchrun import run_ranks
+from tests.train.healing_ranks import CONFIG, Game
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.verl_engine import VerlEngine
+from verl_server.ipc.child_process import ChildProcess
 from verl_server.models.tiny import make_model_folder
+from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask
+from verl_server.rollout.episode import Limits
+from verl_server.rollout.renderer import TextRenderer
+from verl_server.server_args import ServerArgs
 from verl_server.train import run as run_module
-from verl_server.train.grpo import main
+from verl_server.train.grpo import GRPO, PolicyTrainer, main
+from verl_server.train.policy import load_policy
+from verl_server.train.ranks import all_ranks, attach_engine
+from verl_server.train.servers import RolloutServers
 
 
 @pytest.mark.timeout(300)
@@ -102,3 +114,56 @@ def test_sessions_of_an_agent_go_on_when_the_server_was_launched_again(
     assert [(m["trajectories"], m["failed"]) for m in metrics] == [(6, 0)] * 2, errors.exists() and errors.read_text()
     assert all(m["logprob_gap"] < 1e-4 for m in metrics)
     assert PID not in os.environ and "It is launched again" in caplog.text
+
+
+@pytest.fixture
+def three(policy_folder: Path) -> Iterator[list[ChildProcess]]:
+    with contextlib.ExitStack() as stack:
+        servers = [_small_server(policy_folder, port=0) for _ in range(3)]
+        for server in servers:
+            stack.callback(server.terminate)
+        yield servers
+
+
+def _small_server(folder: Path, port: int) -> ChildProcess:
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.1}
+    server_args = ServerArgs(model_path=str(folder), port=port, log_level="warning", **settings)
+    return ChildProcess("server", "verl_server.server.launch", {"server_args": server_args.to_json()})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_on_three_servers_goes_on_when_one_is_killed(policy_folder: Path, three: list[ChildProcess]) -> None:
+    """The second server is killed in step 1, and started again on its port before step 3, whose push heals it."""
+    urls = [server.wait_ready(120)["url"] for server in three]
+    killed: list[int] = []
+
+    async def kill() -> None:
+        if run.next_step == 1 and not killed:
+            killed.append(three[1].pid)
+            os.kill(three[1].pid, signal.SIGKILL)
+
+    device = torch.device("cpu")
+    trainer = PolicyTrainer(load_policy(str(policy_folder), device, compute_dtype=torch.float32), CONFIG, 4, device)
+    renderer = TextRenderer(AutoTokenizer.from_pretrained(policy_folder))
+    ranks = all_ranks()
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(attach_engine(url)) for url in urls]
+        limits = Limits(max_turns=3, max_new_tokens=1)
+        loop = stack.enter_context(AgentLoop(urls, lambda: Game(kill), renderer, limits=limits))
+        run = GRPO(trainer, RolloutServers(engines, ranks), loop, ranks)
+        run.push()
+        steps = [run.step() for _ in range(2)]
+        three[1].terminate()
+        again = _small_server(policy_folder, port=int(urls[1].rpartition(":")[2]))
+        stack.callback(again.terminate)
+        again.wait_ready(120)
+        steps += [run.step() for _ in range(2)]
+        clients = [stack.enter_context(HttpServerEngineAdapter.attach(url)) for url in urls]
+        served = [client.get_server_info()["weight_version"] for client in clients]
+    assert killed and served == [str(run.weight_version)] * 3
+    for step in steps:
+        assert (step.metrics.trajectories, step.metrics.failed) == (16, 0)
+        sampled = {v for t in step.rollout.trajectories for v in t.weight_versions if v}
+        assert sampled == {step.metrics.weight_version}
+        assert step.metrics.logprob_gap is not None and step.metrics.logprob_gap < 1e-4
