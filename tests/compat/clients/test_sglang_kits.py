@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import os
 import re
 import sys
@@ -85,9 +86,11 @@ class Expected:
     why: str
     says: str
     """A regular expression for the failure's text: another failure is a fault."""
+    may_pass: bool = False
+    """True if the outcome depends on what this small model happens to sample."""
 
 
-FOREIGN_ID = "stop ids outside the vocabulary are refused (the kit names one of a larger vocabulary)"
+ENDLESS = "the schema or pattern permits a number or a word of any length, and SmolLM2 may write on until it is cut"
 THINKING = "needs a model that thinks; SmolLM2 writes no reasoning"
 LONG = "asks for 100,000 tokens, and SmolLM2 has a context of 8,192"
 SPECULATION = "counts what a speculative decoder accepts, and there is none"
@@ -108,8 +111,19 @@ NOT_PASSED: dict[str, Expected] = {
     "BasicSchedulerStressMixin.test_concurrent_requests": Expected(
         "another model", "SmolLM2 ends its answer at once after the kit's prompt", "concurrent answers correct"
     ),
-    "JSONConstrainedMixin.test_json_generate": Expected("refused", FOREIGN_ID, "KeyError: 'text'"),
-    "JSONConstrainedMixin.test_mix_json_and_other": Expected("refused", FOREIGN_ID, "KeyError: 'text'"),
+    "EBNFConstrainedMixin.test_ebnf_generate_complex_json": Expected(
+        "another model",
+        "the grammar permits fewer pairs than the kit expects, and SmolLM2 may write fewer",
+        "does not match any of the allowed patterns",
+        may_pass=True,
+    ),
+    "JSONConstrainedMixin.test_json_generate": Expected("another model", ENDLESS, "JSONDecodeError", may_pass=True),
+    "JSONConstrainedMixin.test_mix_json_and_other": Expected(
+        "another model", ENDLESS, "JSONDecodeError", may_pass=True
+    ),
+    "RegexConstrainedMixin.test_regex_generate_custom_log_format": Expected(
+        "another model", ENDLESS, "does not match regex pattern", may_pass=True
+    ),
     "PrefixCacheBranchingMixin.test_prefix_cache_branching": Expected(
         "not implemented",
         "the coarse prefix cache of Mamba layers; here the second request finds the prefix already",
@@ -211,12 +225,13 @@ def failing(test: Callable[..., None], expected: Expected) -> Callable[..., None
     @functools.wraps(test)
     def run(*args: Any) -> None:
         try:
-            test(*args)
+            test() if inspect.ismethod(test) else test(*args)  # a class method is bound already
         except Exception as error:
             if not re.search(expected.says, f"{type(error).__name__}: {error}", re.DOTALL):
                 raise
             pytest.xfail(f"{expected.kind}: {expected.why}")
-        pytest.fail("passes, although NOT_PASSED lists it: remove the entry")
+        if not expected.may_pass:
+            pytest.fail("passes, although NOT_PASSED lists it: remove the entry")
 
     return run
 
