@@ -102,6 +102,9 @@ class FakeServer:
         self.url = ""
         self.model: str | None = None
         """What `/model_info` names. None: the route is not there."""
+        self.version = "7"
+        self.is_available = True
+        """False: a request for a new session is answered with 503."""
 
     def app(self) -> Starlette:
         routes = [
@@ -123,7 +126,7 @@ class FakeServer:
         return JSONResponse({})
 
     async def _model_info(self, request: Request) -> Response:
-        return JSONResponse({"model_path": self.model, "weight_version": "7"}, 200 if self.model else 404)
+        return JSONResponse({"model_path": self.model, "weight_version": self.version}, 200 if self.model else 404)
 
     async def _generate(self, request: Request) -> Response:
         return JSONResponse({"error": "no prompt"}, 400 if self.generates_openly else 401)
@@ -142,11 +145,13 @@ class FakeServer:
         self._owned(request)
         if request.headers.get("authorization") != f"Bearer {OWNER_KEY}":
             return self._refused(request)
+        if not self.is_available:
+            return JSONResponse({"error": {"message": "not now"}}, 503)
         body = msgspec.json.decode(await request.body(), type=CreateSession)
         session = FakeSession(body, f"ses_{secrets.token_hex(8)}", f"vs-{secrets.token_urlsafe(32)}")
         self.sessions[session.id] = session
         created = {"id": session.id, "key": session.key, "base_url": f"/s/{session.key}/v1", "expires": None}
-        return JSONResponse(created | {"anthropic_base_url": f"/s/{session.key}", "weight_version": "7"}, 201)
+        return JSONResponse(created | {"anthropic_base_url": f"/s/{session.key}", "weight_version": self.version}, 201)
 
     async def _list(self, request: Request) -> Response:
         self._owned(request)

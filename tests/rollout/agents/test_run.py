@@ -339,6 +339,32 @@ def test_an_open_server_that_comes_back_gets_no_session() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.parametrize("fault", ["version", "503"])
+def test_a_server_that_answers_but_cannot_be_used_does_not_keep_sessions_from_the_others(fault: str) -> None:
+    """It has the fewest sessions, because it has none."""
+
+    async def main() -> None:
+        async with fake_server(says_number) as unfit, fake_server(says_number) as fit:
+            unfit.model = fit.model = "m"
+            if fault == "version":
+                unfit.version = "default"
+            else:
+                unfit.is_available = False
+            servers = [Server(unfit.url, OWNER_KEY), Server(fit.url, OWNER_KEY)]
+            async with ServerPool(servers, version="7") as pool:
+                for _ in range(2):
+                    async with pool.session(CreateSession(), 2) as (client, _created):
+                        assert client.url == fit.url
+                    await pool._probe()
+                assert not unfit.sessions
+                unfit.version, unfit.is_available = "7", True
+                await pool._probe()
+                async with pool.session(CreateSession(), 5) as (one, _), pool.session(CreateSession(), 5) as (two, _):
+                    assert {one.url, two.url} == {unfit.url, fit.url}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_an_interruption_during_the_reward_leaves_no_session() -> None:
     async def main() -> None:
         computing = asyncio.Event()

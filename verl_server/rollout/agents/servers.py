@@ -34,6 +34,7 @@ class ServerPool:
         self._version = version
         self._open = dict.fromkeys(self.clients, 0)
         self._away: set[SessionsClient] = set()
+        """Servers that create no session now: they do not answer, refuse (503), or have another version."""
         self._unchecked: set[SessionsClient] = set()
         """Servers that were away when the run began, so that `check_closed` has not checked them."""
 
@@ -89,12 +90,11 @@ class ServerPool:
                 try:
                     created = await self._created(client, request)
                     self._away.discard(client)
-                except (ServerDiedError, ServerUnavailableError) as error:
-                    if isinstance(error, ServerDiedError):
-                        self._away.add(client)
+                except (ServerDiedError, ServerUnavailableError):
+                    self._away.add(client)  # so that the next attempt goes to another server, if there is one
                     if time.monotonic() > deadline:
                         raise
-                    if len(self._away) == len(self.clients) or not isinstance(error, ServerDiedError):
+                    if len(self._away) == len(self.clients):
                         await asyncio.sleep(min(PROBE_SECONDS, max(0.0, deadline - time.monotonic())))
                         await self._probe()
                     continue
@@ -108,7 +108,6 @@ class ServerPool:
         created = await client.create(request)
         if self._version is None or created.weight_version == self._version:
             return created
-        self._away.add(client)
         with contextlib.suppress(VerlServerError):
             await client.delete(created.id)
         raise ServerUnavailableError(
@@ -116,13 +115,13 @@ class ServerPool:
         )
 
     async def watch(self) -> None:
-        """Probe the unreachable servers every `PROBE_SECONDS`, until the task is cancelled."""
+        """Probe the servers that are away every `PROBE_SECONDS`, until the task is cancelled."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             await self._probe()
 
     def lost(self, client: SessionsClient) -> None:
-        """Send no new session to a server until it answers again."""
+        """Send no new session to a server until it answers again, with the version of this run if there is one."""
         self._away.add(client)
 
     def _candidates(self) -> list[SessionsClient]:
@@ -132,6 +131,8 @@ class ServerPool:
     async def _probe(self) -> None:
         for client in list(self._away):
             if not await client.is_alive():
+                continue
+            if self._version is not None and await client.weight_version() != self._version:
                 continue
             if client in self._unchecked:
                 try:

@@ -44,9 +44,10 @@ _PAGE = 1000
 
 
 class _Model(msgspec.Struct):
-    """The key of `/model_info` that names the model."""
+    """The keys of `/model_info` that name the model and the version of its weights."""
 
     model_path: str | None = None
+    weight_version: str | None = None
 
 
 class SessionsClient:
@@ -105,10 +106,17 @@ class SessionsClient:
 
     async def model(self) -> str | None:
         """Return the served model, a folder or a hub id; None if the server does not name it, or is away."""
+        return (await self._model()).model_path
+
+    async def weight_version(self) -> str | None:
+        """Return the version of the served weights; None if the server does not name it, or is away."""
+        return (await self._model()).weight_version
+
+    async def _model(self) -> _Model:
         try:
-            return (await self._sent("GET", "/model_info", _Model)).model_path
+            return await self._sent("GET", "/model_info", _Model)
         except VerlServerError:
-            return None
+            return _Model()
 
     async def is_open(self) -> bool:
         """Return True if the server generates for callers without a key."""
