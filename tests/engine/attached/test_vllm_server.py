@@ -167,6 +167,18 @@ def test_two_adapters_of_a_server_share_no_page_of_it(adapter: HttpServerEngineA
     assert len(set(salts)) == len(salts) == 6
 
 
+def test_equal_free_labels_share_no_page(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
+    """The trainer, or one before it, has pushed other weights under the same label."""
+    with HttpServerEngineAdapter.attach(server.url) as later:
+        for trainer in (adapter, adapter, later):
+            trainer.update_weights_from_disk("/folder", weight_version="13")
+            assert trainer.generate("x")["meta_info"]["weight_version"] == "13"
+        later.update_weight_version("14")  # the same weights
+        later.generate("x")
+    salts = [body["cache_salt"] for path, body in server.posted if path == "/v1/completions"]
+    assert len(set(salts[:3])) == 3 and salts[3] == salts[2]
+
+
 def test_a_result_without_a_known_border_has_no_spans(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
     """The version changes while the request runs."""
     running, release = threading.Event(), threading.Event()

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -41,17 +41,23 @@ _THREADS = 64
 """The most requests of one batch that run at the same time."""
 
 
+class ServedWeights(NamedTuple):
+    """The weights that a vLLM server has, as far as its adapter knows."""
+
+    label: str
+    """Their version label. A caller may give one free label to several weights."""
+    pages: str
+    """Names these weights and no others. Only requests with the same name may share pages of the KV cache."""
+
+
 class VllmCompletions:
     """The `GenerateTransport` of an attached vLLM server."""
 
     def __init__(
-        self, transport: HttpTransport, model: str, logprobs_mode: str | None, version: Callable[[], str]
+        self, transport: HttpTransport, model: str, logprobs_mode: str | None, served: Callable[[], ServedWeights]
     ) -> None:
-        """`logprobs_mode` is vLLM's setting, or None if it is unknown.
-
-        `version` returns the label of the served weights.
-        """
-        self._transport, self._model, self._version = transport, model, version
+        """`logprobs_mode` is vLLM's setting, or None if it is unknown. `served` returns the weights of now."""
+        self._transport, self._model, self._served = transport, model, served
         self._logprobs_mode = logprobs_mode
 
     def generate(self, body: dict[str, Any], timeout: float | None) -> Result:
@@ -64,23 +70,23 @@ class VllmCompletions:
         return _joined(body, await asyncio.gather(*(self._async_one(one, timeout) for one in _split(body))))
 
     def stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
-        sample = _Sample(self._only(body), self._model, self._logprobs_mode, self._version)
+        sample = _Sample(self._only(body), self._model, self._logprobs_mode, self._served)
         for event in self._transport.events(_ROUTE, json_request(sample.request | _STREAM), timeout):
             yield from sample.frames(event)
 
     async def async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
-        sample = _Sample(self._only(body), self._model, self._logprobs_mode, self._version)
+        sample = _Sample(self._only(body), self._model, self._logprobs_mode, self._served)
         async for event in self._transport.async_events(_ROUTE, json_request(sample.request | _STREAM), timeout):
             for frame in sample.frames(event):
                 yield frame
 
     def _one(self, body: dict[str, Any], timeout: float | None) -> list[GenerateResult]:
-        sample = _Sample(body, self._model, self._logprobs_mode, self._version)
+        sample = _Sample(body, self._model, self._logprobs_mode, self._served)
         answer = self._transport.exchange(_ROUTE, json_request(sample.request), timeout)
         return sample.results(orjson.loads(answer.content))
 
     async def _async_one(self, body: dict[str, Any], timeout: float | None) -> list[GenerateResult]:
-        sample = _Sample(body, self._model, self._logprobs_mode, self._version)
+        sample = _Sample(body, self._model, self._logprobs_mode, self._served)
         answer = await self._transport.async_exchange(_ROUTE, json_request(sample.request), timeout)
         return sample.results(orjson.loads(answer.content))
 
@@ -132,7 +138,9 @@ def _joined(body: dict[str, Any], found: list[list[GenerateResult]]) -> Result:
 class _Sample:
     """One prompt: the request to vLLM, and the translation of the answer or of the events of a stream."""
 
-    def __init__(self, body: dict[str, Any], model: str, logprobs_mode: str | None, version: Callable[[], str]) -> None:
+    def __init__(
+        self, body: dict[str, Any], model: str, logprobs_mode: str | None, served: Callable[[], ServedWeights]
+    ) -> None:
         unknown = sorted(
             name for name in body.keys() - _OPTIONS - {"input_ids", "text", "sampling_params", "stream"} if body[name]
         )
@@ -142,7 +150,7 @@ class _Sample:
         self._rid = body.get("rid") or uuid.uuid4().hex
         self._top = int(body.get("top_logprobs_num") or 0)
         self._start = int(body.get("logprob_start_len", -1))
-        self._version, self._began_with = version, version()
+        self._served, self._began_with = served, served()
         self._mode = _logprobs_mode(logprobs_mode, self._params)
         self._began = time.monotonic()
         self._so_far: dict[int, dict[str, Any]] = {}
@@ -157,8 +165,8 @@ class _Sample:
             "request_id": self._rid,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            # Requests of two versions share no page, whatever vLLM does with its cache at an update.
-            "cache_salt": ":".join([self._began_with, *(str(body.get(k) or "") for k in ("extra_key", "cache_salt"))]),
+            # Requests of two weights share no page, whatever vLLM does with its cache at an update.
+            "cache_salt": ":".join([self._began_with.pages, *(str(body.get(k) or "") for k in ("extra_key", "cache_salt"))]),
         }
         if wants:
             request["logprobs"] = self._top
@@ -187,18 +195,18 @@ class _Sample:
 
     def _result(self, choice: dict[str, Any], usage: dict[str, Any]) -> GenerateResult:
         ids, prompt_ids = choice["token_ids"] or [], choice.get("prompt_token_ids") or []
-        now, reason = self._version(), choice.get("finish_reason")
+        now, reason = self._served(), choice.get("finish_reason")
         meta: dict[str, Any] = {
             "id": self._rid,
             "finish_reason": _finish_reason(reason, choice.get("stop_reason"), ids),
             "prompt_tokens": usage.get("prompt_tokens", len(prompt_ids)),
             "completion_tokens": len(ids),
             "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-            "weight_version": now,
+            "weight_version": now.label,
             "e2e_latency": time.monotonic() - self._began,
         }
         if reason is not None and now == self._began_with:  # else nobody knows where the border is
-            meta["weight_versions"] = [{"version": now, "start": 0, "end": len(ids)}]
+            meta["weight_versions"] = [{"version": now.label, "start": 0, "end": len(ids)}]
         if self._body.get("return_logprob"):
             meta |= self._logprobs(choice, ids, prompt_ids)
         result: Any = {"text": choice["text"], "output_ids": ids, "meta_info": meta}

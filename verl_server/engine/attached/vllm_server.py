@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from verl_server.engine.attached.server import refuse_options
-from verl_server.engine.attached.vllm_completions import VllmCompletions
+from verl_server.engine.attached.vllm_completions import ServedWeights, VllmCompletions
 from verl_server.engine.http_answers import raise_for
 from verl_server.engine.http_transport import HttpTransport
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
@@ -50,10 +50,12 @@ class VllmServer:
         self.name = f"vLLM {version}"
         (model, *_) = transport.get("/v1/models")["data"]
         self._model: dict[str, Any] = model
-        self._own_versions = OwnVersions()
+        self._own_versions, self._contents = OwnVersions(), OwnVersions()
         self._label = self._own_versions.next_label()
-        """Label of the served weights, also of those that this adapter finds: vLLM's pages are kept apart by it, and an
-        earlier adapter may have found or left other weights."""
+        """Label of the served weights, also of those that this adapter finds."""
+        self._pages = self._contents.next_label()
+        """Names the contents of the weights, to keep vLLM's pages apart. The label does not: a caller may repeat one, and
+        an earlier adapter may have given it to other weights."""
         self._is_paused = False
         """True if a caller has paused generation."""
         self._is_torn = False
@@ -61,7 +63,10 @@ class VllmServer:
         self._can_receive = False
         """True if vLLM's transfer of weights was initialized."""
         self._updates = threading.Lock()
-        self.generation = VllmCompletions(transport, model["id"], self._logprobs_mode(), lambda: self._label)
+        self.generation = VllmCompletions(transport, model["id"], self._logprobs_mode(), self._served)
+
+    def _served(self) -> ServedWeights:
+        return ServedWeights(self._label, self._pages)
 
     def control(self, req: ControlReq, timeout: float) -> ControlReply:
         match req:
@@ -166,6 +171,7 @@ class VllmServer:
         with self._updates:
             if not (self._is_paused or self._is_torn):
                 self._pause("abort" if req.abort_all_requests else req.mode, timeout)
+            self._pages = self._contents.next_label()
             try:
                 write()
             except VerlServerError as error:
