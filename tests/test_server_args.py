@@ -30,6 +30,7 @@ from verl_server import BadRequestError, ServerArgs
         ("max_logit_bias", -1),
         ("cpu_kernel_choice", "fastest"),
         ("host", "0.0.0.0"),
+        *(("weight_version", value) for value in ("", "x" * 257)),
         *(("api_key", value) for value in ("", "a b", "schlüssel", "line\n")),
         ("admin_api_key_file", "/no/such/file"),
         *(("paused_request_timeout", value) for value in (0.0, -1.0, math.inf)),

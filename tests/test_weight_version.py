@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_version import WeightVersion, new_incarnation
+from verl_server.weight_version import WeightVersion, label_of, new_incarnation
 
 
 def test_the_label_is_number_at_incarnation() -> None:
@@ -25,8 +27,11 @@ def test_every_other_text_is_a_free_label(label: str) -> None:
     assert WeightVersion.parse(label) is None
 
 
-@pytest.mark.parametrize(("number", "incarnation"), [(-1, "5f2c9a1e"), (10**18, "5f2c9a1e"), (1, "run"), (1, "")])
-def test_what_has_no_label_is_no_version(number: int, incarnation: str) -> None:
+WRONG = [(-1, "5f2c9a1e"), (10**18, "5f2c9a1e"), (1, "run"), (1, ""), ("13", "5f2c9a1e"), (True, "5f2c9a1e")]
+
+
+@pytest.mark.parametrize(("number", "incarnation"), WRONG)
+def test_what_has_no_label_is_no_version(number: Any, incarnation: str) -> None:
     with pytest.raises(BadRequestError, match="is no weight version"):
         WeightVersion(number, incarnation)
 
@@ -53,3 +58,11 @@ def test_a_free_label_has_no_order() -> None:
 
 def test_two_starts_draw_two_incarnations() -> None:
     assert len({new_incarnation() for _ in range(100)}) == 100
+
+
+def test_a_callers_version_keeps_its_text_or_is_refused() -> None:
+    given = ["13", "013@5f2c9a1e", "", 13, WeightVersion(13, "5f2c9a1e"), None]
+    assert [label_of(version) for version in given] == ["13", "013@5f2c9a1e", "", "13", "13@5f2c9a1e", None]
+    for wrong in (b"13", True, 1.5, ["13"]):
+        with pytest.raises(BadRequestError, match="A weight version is a text, an integer or a WeightVersion"):
+            label_of(wrong)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from verl_server import lora
 from verl_server.errors import BadRequestError
 from verl_server.web.addresses import is_loopback
 from verl_server.web.key_files import check_key, read_key_file
+from verl_server.weight_version import MAX_LABEL_LENGTH
 
 _COUNTS_FROM_ZERO = (
     "max_top_logprobs",
@@ -393,6 +394,10 @@ class ServerArgs:
             raise BadRequestError(
                 "ServerArgs.cpu_kernel_choice must be 'auto', 'cpp', 'torch' or the path of a .json file, "
                 f"not {self.cpu_kernel_choice!r}."
+            )
+        if self.weight_version is not None and not 1 <= len(self.weight_version) <= MAX_LABEL_LENGTH:
+            raise BadRequestError(
+                f"ServerArgs.weight_version must have 1 to {MAX_LABEL_LENGTH} characters, or be unset."
             )
         if not 0 <= self.port <= 65535:
             raise BadRequestError(f"ServerArgs.port must be in 0..65535, not {self.port}.")

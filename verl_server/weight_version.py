@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from verl_server.errors import BadRequestError
 
+MAX_LABEL_LENGTH = 256
+"""Most characters of a label."""
 _FORM = re.compile("(0|[1-9][0-9]{0,17})@([0-9a-f]{8})")
 
 
@@ -42,9 +44,10 @@ class WeightVersion:
     """8 lowercase hexadecimal digits (`new_incarnation`)."""
 
     def __post_init__(self) -> None:
-        if _FORM.fullmatch(str(self)) is None:
+        if type(self.number) is not int or _FORM.fullmatch(str(self)) is None:  # "10" would be less than "9"
             raise BadRequestError(
-                f"{self} is no weight version: it needs a number from 0 to 10**18 - 1, and 8 hexadecimal digits."
+                f"{self.number!r}@{self.incarnation} is no weight version: it needs an integer from 0 to 10**18 - 1, "
+                "and 8 lowercase hexadecimal digits."
             )
 
     @classmethod
@@ -69,6 +72,22 @@ class WeightVersion:
                 "of one say nothing about those of the other."
             )
         return self.number < other.number
+
+
+AnyVersion = str | int | WeightVersion
+"""A version as a caller of an engine may name it; see `label_of`."""
+
+
+def label_of(version: AnyVersion | None) -> str | None:
+    """Return the label that a caller's version is: a text as it is, an integer in decimal digits. None stays None.
+
+    Raise BadRequestError for anything else, such as bytes: its text would be another label than the caller's.
+    """
+    if version is None or isinstance(version, str):
+        return version
+    if isinstance(version, bool) or not isinstance(version, int | WeightVersion):
+        raise BadRequestError(f"A weight version is a text, an integer or a WeightVersion, not {version!r:.80}.")
+    return str(version)
 
 
 class OwnVersions:

@@ -22,6 +22,7 @@ from verl_server import (
     UnansweredError,
     VerlServerError,
     WeightUpdateError,
+    WeightVersion,
 )
 from verl_server.errors import UpdateConflictError
 from verl_server.messages.io_struct import ControlReply
@@ -236,6 +237,32 @@ def test_pushes_of_several_threads_come_one_after_the_other(engine: FakeEngine, 
             job.result(30)
     assert most == [1]
     assert engine.updates == ["description", "description+"] + ["registration"] * 10
+
+
+def test_every_call_that_takes_a_version_takes_the_same_ones(engine: FakeEngine, model: nn.Module) -> None:
+    engine.register_weights(model)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "tensor": lambda version: engine.update_weights_from_tensor(model.named_parameters(), weight_version=version),
+        "push": engine.push_weights,
+        "disk": lambda version: engine.update_weights_from_disk("/folder", weight_version=version),
+        "distributed": lambda version: engine.update_weights_from_distributed([], [], [], weight_version=version),
+        "end": lambda version: engine.end_weight_update(weight_version=version),
+        "label": engine.update_weight_version,
+    }
+    for name, call in calls.items():
+        for version, label in (
+            ("013@5f2c9a1e", "013@5f2c9a1e"),
+            (13, "13"),
+            (WeightVersion(13, "5f2c9a1e"), "13@5f2c9a1e"),
+        ):
+            call(version)
+            assert getattr(engine.last, "new_version" if name == "label" else "weight_version") == label, name
+        for wrong in (b"13", True, 1.5):
+            with pytest.raises(BadRequestError, match="A weight version is a text, an integer or a WeightVersion"):
+                call(wrong)
+    for nothing in ("", None):
+        with pytest.raises(BadRequestError, match="update_weight_version needs a label"):
+            calls["label"](nothing)
 
 
 def test_transactions(engine: FakeEngine, model: nn.Module) -> None:

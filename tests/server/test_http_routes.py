@@ -514,6 +514,7 @@ def test_update_weight_version_and_get_weights(stack: Stack) -> None:
         id=m.id, success=True, message="Weight version updated to 9", payload={"weight_version": "9"}
     )
     expected = {"success": True, "message": "Weight version updated to 9", "new_version": "9"}
+    assert stack.post("/update_weight_version", {"new_version": ""}).status_code == 400
     assert stack.post("/update_weight_version", {"new_version": "9"}).json() == expected
     assert stack.get("/get_weight_version").json() == {"weight_version": "9"}
     stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload=[[1.0, 2.0]])

@@ -35,6 +35,7 @@ from verl_server.messages.weight_requests import (
     UpdateWeightVersionReq,
     WeightsCheckerReq,
 )
+from verl_server.weight_version import AnyVersion, label_of
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ class EngineWeights(abc.ABC):
         load_format: str | None = None,
         flush_cache: bool = True,
         *,
-        weight_version: str | None = None,
+        weight_version: AnyVersion | None = None,
         mapping: Mapping | None = None,
         **options: Unpack[PushOptions],
     ) -> tuple[bool, str]:
@@ -99,7 +100,11 @@ class EngineWeights(abc.ABC):
         self._weight_pusher().register(weights, mapping, lambda push: self.send_registration(push, strict_dtype))
 
     def push_weights(
-        self, version: str | int | None = None, *, flush_cache: bool = True, **options: Unpack[PushOptions]
+        self,
+        version: AnyVersion | None = None,
+        *,
+        flush_cache: bool = True,
+        **options: Unpack[PushOptions],
     ) -> tuple[bool, str]:
         """Copy the current values of the registered weights into the served weights.
 
@@ -123,7 +128,7 @@ class EngineWeights(abc.ABC):
         load_format: str | None = None,
         *,
         flush_cache: bool = True,
-        weight_version: str | None = None,
+        weight_version: AnyVersion | None = None,
         **options: Unpack[UpdateOptions],
     ) -> tuple[bool, str]:
         """Load a folder of safetensors files into the served weights. `model_path` is a path on the server's host."""
@@ -132,7 +137,7 @@ class EngineWeights(abc.ABC):
             model_path=str(model_path),
             load_format=load_format,
             flush_cache=flush_cache,
-            weight_version=weight_version,
+            weight_version=label_of(weight_version),
             **options,
         )
         return self._update(self._in_transaction(req))
@@ -173,7 +178,7 @@ class EngineWeights(abc.ABC):
         flush_cache: bool = True,
         load_format: str | None = None,
         *,
-        weight_version: str | None = None,
+        weight_version: AnyVersion | None = None,
         **options: Unpack[TensorUpdateOptions],
     ) -> tuple[bool, str]:
         """Make the server receive tensors that rank 0 of the group broadcasts in the order of `names`.
@@ -190,7 +195,7 @@ class EngineWeights(abc.ABC):
             group_name=group_name,
             load_format=load_format,
             flush_cache=flush_cache,
-            weight_version=weight_version,
+            weight_version=label_of(weight_version),
             **options,
         )
         return self._update(self._in_transaction(req))
@@ -224,7 +229,7 @@ class EngineWeights(abc.ABC):
         self,
         transaction_id: str | None = None,
         *,
-        weight_version: str | None = None,
+        weight_version: AnyVersion | None = None,
         flush_cache: bool = True,
         discard: bool = False,
         partial: bool = False,
@@ -237,7 +242,7 @@ class EngineWeights(abc.ABC):
         """
         req = EndWeightUpdateReq(
             transaction_id=transaction_id or self._transaction,
-            weight_version=weight_version,
+            weight_version=label_of(weight_version),
             flush_cache=flush_cache,
             discard=discard,
             partial=partial,
@@ -252,9 +257,12 @@ class EngineWeights(abc.ABC):
 
     # -- versions, inspection, memory ----------------------------------------------------------------------------
 
-    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> tuple[bool, str]:
+    def update_weight_version(self, new_version: AnyVersion, abort_all_requests: bool = True) -> tuple[bool, str]:
         """Change the version label of the served weights."""
-        return self._update(UpdateWeightVersionReq(new_version=new_version, abort_all_requests=abort_all_requests))
+        label = label_of(new_version)
+        if not label:
+            raise BadRequestError("update_weight_version needs a label: it does not change the weights.")
+        return self._update(UpdateWeightVersionReq(new_version=label, abort_all_requests=abort_all_requests))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """Return the first `truncate_size` rows of a parameter as nested lists of float32 values."""
@@ -380,11 +388,10 @@ class EngineWeights(abc.ABC):
 
 
 def push_request(
-    load_format: str | None, flush_cache: bool, version: str | int | None, options: PushOptions
+    load_format: str | None, flush_cache: bool, version: AnyVersion | None, options: PushOptions
 ) -> UpdateWeightsFromTensorReq:
     """Return an update request without a source (`send_update` adds it). Raise BadRequestError for unknown options."""
     check_names(options, PushOptions, "an update")
-    weight_version = None if version is None else str(version)
     return UpdateWeightsFromTensorReq(
-        load_format=load_format, flush_cache=flush_cache, weight_version=weight_version, **options
+        load_format=load_format, flush_cache=flush_cache, weight_version=label_of(version), **options
     )

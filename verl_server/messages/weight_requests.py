@@ -11,8 +11,9 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from verl_server.weight_sync.handles import LocalSerializedTensor, PickledHandles, Shape, WeightsDescription
+from verl_server.weight_version import MAX_LABEL_LENGTH
 
-VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
+VersionLabel = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_LENGTH)]
 """Label of a weight version, kept as it is: NUMBER@INCARNATION (`weight_version`), or another text, without order."""
 TransactionId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 UpdateMode = Literal["wait", "in_place", "retract", "abort"]
@@ -237,7 +238,7 @@ class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):
 
     route: ClassVar[str] = "/update_weight_version"
     id: int = 0
-    new_version: VersionLabel
+    new_version: Annotated[VersionLabel, msgspec.Meta(min_length=1)]
     """The new label."""
     abort_all_requests: bool = True
     """Abort all requests before the change, unless a transaction is open."""

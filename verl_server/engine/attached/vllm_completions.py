@@ -166,7 +166,9 @@ class _Sample:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             # Requests of two weights share no page, whatever vLLM does with its cache at an update.
-            "cache_salt": ":".join([self._began_with.pages, *(str(body.get(k) or "") for k in ("extra_key", "cache_salt"))]),
+            "cache_salt": ":".join(
+                [self._began_with.pages, *(str(body.get(k) or "") for k in ("extra_key", "cache_salt"))]
+            ),
         }
         if wants:
             request["logprobs"] = self._top

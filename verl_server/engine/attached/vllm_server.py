@@ -54,8 +54,8 @@ class VllmServer:
         self._label = self._own_versions.next_label()
         """Label of the served weights, also of those that this adapter finds."""
         self._pages = self._contents.next_label()
-        """Names the contents of the weights, to keep vLLM's pages apart. The label does not: a caller may repeat one, and
-        an earlier adapter may have given it to other weights."""
+        """Names the contents of the weights, to keep vLLM's pages apart. The label does not name them: a caller may
+        repeat it, and an earlier adapter may have given it to other weights."""
         self._is_paused = False
         """True if a caller has paused generation."""
         self._is_torn = False

@@ -27,6 +27,7 @@ from verl_server.messages.weight_requests import (
 )
 from verl_server.web.json_convert import read_struct
 from verl_server.weight_sync.handles import PickledHandles, Shape
+from verl_server.weight_version import label_of
 
 CarryOut = Callable[[ControlReq], Awaitable[ControlReply]]
 """Sends a control request to the scheduler. Returns a successful reply, or raises its error."""
@@ -205,8 +206,7 @@ class WeightTransfer:
 
         `not_covered` has the number and the first names of the parameters that were not written.
         """
-        version = None if weight_version is None else str(weight_version)
-        reply = await carry_out(EndWeightUpdateReq(weight_version=version))
+        reply = await carry_out(EndWeightUpdateReq(weight_version=label_of(weight_version)))
         return {"message": "Weight update finished"} | _coverage(reply)
 
     async def update(
