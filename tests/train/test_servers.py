@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.engine.restartable_server import PARAMETERS, Server
+from verl_server.engine import http as http_module
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import BadRequestError, ServerDiedError, UpdateConflictError
+from verl_server.errors import BadRequestError, ServerDiedError, ServerLaunchError, UpdateConflictError
 from verl_server.train import servers as servers_module
 from verl_server.train.ranks import all_ranks, attach_engine
 from verl_server.train.servers import RolloutServers
+from verl_server.train.stopping import RunStoppedError, StopRequest
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -103,6 +109,65 @@ def test_weights_that_another_trainer_pushed_are_a_conflict(pair: list[Server], 
         other.update_weights_from_tensor(weights(), weight_version="1@0a0a0a0a")
     with pytest.raises(UpdateConflictError, match="serves version '1@0a0a0a0a', and this run pushed '1@5f2c9a1e'"):
         servers.ensure(weights)
+
+
+def test_a_server_that_did_not_answer_for_a_moment_is_no_conflict(
+    pair: list[Server], engines: list[VerlEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = RolloutServers(engines[:1], all_ranks())
+    servers.push(weights, "1@5f2c9a1e")
+    monkeypatch.setattr(HttpServerEngineAdapter, "lost", lambda *_: "HTTP 503")
+    servers.ensure(weights)
+    assert version(pair[0]) == "1@5f2c9a1e"
+
+
+def test_a_server_that_dies_before_it_is_healed_is_not_waited_for(
+    pair: list[Server], engines: list[VerlEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answered, and is away again when the ranks have described their weights. The other server can play."""
+
+    def sleep(_: float) -> None:
+        raise AssertionError("it waits for the server")
+
+    servers = RolloutServers(engines, all_ranks())
+    pair[1].stop()
+    monkeypatch.setattr(servers_module, "_silence", lambda _: None)
+    monkeypatch.setattr(http_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    servers.push(weights, "1@5f2c9a1e")
+    assert version(pair[0]) == "1@5f2c9a1e"
+
+
+@pytest.mark.parametrize(("has_pushed", "why"), [(False, "ended before the first push"), (True, "--max-relaunches")])
+def test_why_a_server_is_not_launched_again(
+    pair: list[Server], engines: list[VerlEngine], monkeypatch: pytest.MonkeyPatch, has_pushed: bool, why: str
+) -> None:
+    servers = RolloutServers(engines[:1], all_ranks(), max_relaunches=0)
+    if has_pushed:
+        servers.push(weights, "1@5f2c9a1e")
+    monkeypatch.setattr(HttpServerEngineAdapter, "pid", 1)
+    monkeypatch.setattr(HttpServerEngineAdapter, "exit_report", lambda _: "It ended with signal SIGKILL.")
+    pair[0].stop()
+    with pytest.raises(ServerLaunchError, match=f"ended with signal SIGKILL. It is not launched again.*{why}"):
+        servers.push(weights, "2@5f2c9a1e")
+
+
+def test_a_stop_interrupts_the_wait_for_the_exit_of_a_server(
+    pair: list[Server], engines: list[VerlEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = StopRequest()
+    servers = RolloutServers(engines[:1], all_ranks(), stop=stop)
+    servers.push(weights, "1@5f2c9a1e")
+    monkeypatch.setattr(HttpServerEngineAdapter, "pid", 1)  # its process runs on
+    pair[0].stop()
+    with stop.installed():
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        monkeypatch.setattr(servers_module, "_PROBE_SECONDS", 600.0)
+        previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        try:
+            with pytest.raises(RunStoppedError):
+                servers.push(weights, "2@5f2c9a1e")
+        finally:
+            signal.signal(signal.SIGALRM, previous)
 
 
 def test_a_server_that_was_attached_is_not_launched_again(pair: list[Server]) -> None:

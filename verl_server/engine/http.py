@@ -58,6 +58,7 @@ from verl_server.messages.weight_requests import (
     UpdateWeightVersionReq,
 )
 from verl_server.server_args import ServerArgs
+from verl_server.weight_version import AnyVersion, label_of
 
 if TYPE_CHECKING:
     import torch
@@ -291,9 +292,10 @@ class HttpServerEngineAdapter(EngineBase):
         named_tensors: Iterable[tuple[str, torch.Tensor | TensorShard]] | None = None,
         mapping: Mapping | None = None,
         *,
-        version: str | int | None = None,
+        version: AnyVersion | None = None,
         partial: bool = False,
         mode: UpdateMode = "wait",
+        timeout: float | None = None,
     ) -> tuple[bool, str]:
         """Push the weights to a server that was started again, and accept its new run. Return (True, message).
 
@@ -303,16 +305,17 @@ class HttpServerEngineAdapter(EngineBase):
         which parameters are missing; the server keeps the values that it loaded for these. `mode` is the treatment of
         running requests, as in every update.
 
-        If the server is still starting, the call waits, at most `ServerArgs.startup_timeout` seconds. All other calls
-        raise ServerRestartedError until this call has succeeded. The new run has no process groups: create them again.
+        If the server is still starting, the call waits, at most `timeout` seconds (default:
+        `ServerArgs.startup_timeout`). All other calls raise ServerRestartedError until this call has succeeded. The new
+        run has no process groups: create them again.
         """
 
         def send(push: Push) -> tuple[bool, str]:
-            return self.send_healing(push, version, options)
+            return self.send_healing(push, version, options, timeout)
 
         options, pusher = PushOptions(partial=partial, mode=mode), self._weight_pusher()
         if named_tensors is None and not pusher.has_source:
-            return self.heal_from_disk(version)
+            return self.heal_from_disk(version, timeout)
         sent = pusher.push(send) if named_tensors is None else pusher.update(named_tensors, mapping, send)
         return sent[0], sent[1]
 
@@ -424,24 +427,31 @@ class HttpServerEngineAdapter(EngineBase):
                 )
             await asyncio.sleep(_RESTART_POLL)
 
-    def send_healing(self, push: Push, version: str | int | None, options: PushOptions) -> tuple[bool, str]:
+    def send_healing(
+        self, push: Push, version: AnyVersion | None, options: PushOptions, timeout: float | None
+    ) -> tuple[bool, str]:
         """Send the update of `heal` with the source of `push`. `VerlEngine.heal` calls it on rank 0."""
-        return self._healed(version, lambda label: self.send_update(push, push_request(None, True, label, options)))
+        return self._healed(
+            version, timeout, lambda label: self.send_update(push, push_request(None, True, label, options))
+        )
 
-    def heal_from_disk(self, version: str | int | None) -> tuple[bool, str]:
+    def heal_from_disk(self, version: AnyVersion | None, timeout: float | None) -> tuple[bool, str]:
         """Run `heal` with the folder that the newest update loaded. `VerlEngine.heal` calls it on rank 0."""
         req = self._last_disk
         if req is None:
             raise BadRequestError(NOTHING_TO_HEAL)
         return self._healed(
             version,
+            timeout,
             lambda label: self._update(msgspec.structs.replace(req, weight_version=label, transaction_id=None)),
         )
 
-    def _healed(self, version: str | int | None, push: Callable[[str | None], tuple[bool, str]]) -> tuple[bool, str]:
+    def _healed(
+        self, version: AnyVersion | None, timeout: float | None, push: Callable[[str | None], tuple[bool, str]]
+    ) -> tuple[bool, str]:
         """Call `push` with the label of the new version, for the server's current run, and accept this run."""
-        instance, _ = self._wait_for_server()
-        label = None if version is None else str(version)
+        instance, _ = self._wait_for_server(timeout)
+        label = label_of(version)
         if instance != self._instance.id:
             self._transaction = None  # the transaction ended with the previous run
         with self._instance.addressing(instance):
@@ -465,9 +475,12 @@ class HttpServerEngineAdapter(EngineBase):
             self._transaction = None
         self._instance.weight_version, self._instance.id = weight_version, instance
 
-    def _wait_for_server(self) -> tuple[str | None, ServerInfo]:
-        """Return `HttpTransport.info_of_any_run`. If the server is still starting, wait for it."""
-        deadline = time.monotonic() + self.server_args.startup_timeout
+    def _wait_for_server(self, timeout: float | None = None) -> tuple[str | None, ServerInfo]:
+        """Return `HttpTransport.info_of_any_run`. If the server is still starting, wait for it.
+
+        `timeout` is in seconds; by default it is the time that a server may take to start.
+        """
+        deadline = time.monotonic() + (self.server_args.startup_timeout if timeout is None else timeout)
         while True:
             try:
                 return self._transport.info_of_any_run()

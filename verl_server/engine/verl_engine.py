@@ -36,6 +36,7 @@ from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import LocalSerializedTensor
 from verl_server.weight_sync.trainer.sender import Mapping, Origin
 from verl_server.weight_sync.trainer.shards import TensorShard
+from verl_server.weight_version import AnyVersion
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -217,7 +218,7 @@ class VerlEngine:
         flush_cache: bool = True,
         mapping: Mapping | None = None,
         *,
-        weight_version: str | None = None,
+        weight_version: AnyVersion | None = None,
         **options: Unpack[PushOptions],
     ) -> tuple[bool, str]:
         """Copy the tensors of all ranks into the served weights, in one update. Return (True, message).
@@ -239,7 +240,11 @@ class VerlEngine:
         self._pusher.register(weights, mapping, lambda push: self._serving.send_registration(push, strict_dtype))
 
     def push_weights(
-        self, version: str | int | None = None, *, flush_cache: bool = True, **options: Unpack[PushOptions]
+        self,
+        version: AnyVersion | None = None,
+        *,
+        flush_cache: bool = True,
+        **options: Unpack[PushOptions],
     ) -> tuple[bool, str]:
         """Copy the current values of all ranks' registered weights; see `EngineWeights.push_weights`."""
 
@@ -257,9 +262,10 @@ class VerlEngine:
         named_tensors: Iterable[tuple[str, torch.Tensor | TensorShard]] | None = None,
         mapping: Mapping | None = None,
         *,
-        version: str | int | None = None,
+        version: AnyVersion | None = None,
         partial: bool = False,
         mode: UpdateMode = "wait",
+        timeout: float | None = None,
     ) -> tuple[bool, str]:
         """Push the weights to a server that was started again; see `HttpServerEngineAdapter.heal`.
 
@@ -269,13 +275,13 @@ class VerlEngine:
 
         def send(push: Push) -> tuple[bool, str]:
             engine = _restartable(self._serving)
-            return engine.send_healing(push.for_readers(engine.server_args.tp_size), version, options)
+            return engine.send_healing(push.for_readers(engine.server_args.tp_size), version, options, timeout)
 
         if named_tensors is not None:
             return _outcome(self._pusher.update(named_tensors, mapping, send))
         if self._pusher.has_source:
             return _outcome(self._pusher.push(send))
-        return _outcome(self._on_engine("heal", lambda engine: _restartable(engine).heal_from_disk(version)))
+        return _outcome(self._on_engine("heal", lambda engine: _restartable(engine).heal_from_disk(version, timeout)))
 
     def accept_restart(self) -> None:
         """Accept a server that was started again; see `HttpServerEngineAdapter.accept_restart`."""

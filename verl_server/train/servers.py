@@ -61,7 +61,8 @@ class RolloutServers:
         self._ranks = ranks
         self._restart_timeout = restart_timeout
         self._max_relaunches = max_relaunches
-        self._relaunches_left = 0  # until the first push: a server that cannot start at all is not started again
+        self._relaunches_left = max_relaunches
+        self._has_pushed = False  # a server that ends before the first push may be one that can never work
         self._version: str | None = None
         self._away: list[VerlEngine] = []
         """Servers that do not have the newest weights."""
@@ -85,7 +86,7 @@ class RolloutServers:
         self._version = version
         self._away = [engine for engine in self.engines if not self._done(engine, update)]
         self._bring_back(named_weights)
-        self._relaunches_left = self._max_relaunches
+        self._relaunches_left, self._has_pushed = self._max_relaunches, True
 
     def ensure(self, named_weights: NamedWeights) -> None:
         """Push the newest weights again into servers that were lost since. All ranks call it, with the same weights.
@@ -117,7 +118,8 @@ class RolloutServers:
             logger.warning("The server at %s is left out until it is back. The next push tries it again.", engine.url)
 
     def _heal(self, engine: VerlEngine, named_weights: NamedWeights) -> bool:
-        is_healed = self._done(engine, lambda engine: engine.heal(named_weights(), version=self._version))
+        # It answered a moment ago. If it does not now, the ranks must not wait for it beside servers that can play.
+        is_healed = self._done(engine, lambda engine: engine.heal(named_weights(), version=self._version, timeout=0.0))
         if is_healed:
             logger.warning("The server at %s serves version %s again.", engine.url, self._version)
         return is_healed
@@ -137,7 +139,7 @@ class RolloutServers:
         """Return the places of the servers that do not have the newest weights."""
         lost = [place for place, engine in enumerate(self.engines) if _adapter(engine).lost(self._version)]
         for engine in (self.engines[place] for place in lost):
-            if engine not in self._away and (served := _served(engine)) is not None:
+            if engine not in self._away and (served := _served(engine)) not in (None, self._version):
                 raise UpdateConflictError(
                     f"The server at {engine.url} serves version {served!r}, and this run pushed {self._version!r}: "
                     "another trainer pushes to it. Use a server for one run at a time."
@@ -172,11 +174,14 @@ class RolloutServers:
     def _relaunch_if_ended(self, engine: VerlEngine) -> None:
         """Launch a server again that this run launched, and whose process has ended. Raise once it ends too often."""
         adapter = _adapter(engine)
-        report = _wait_for_exit(adapter)
+        report = self._wait_for_exit(adapter)
         while report is not None:
+            if not self._has_pushed:
+                raise ServerLaunchError(f"{report} It is not launched again, because it ended before the first push.")
             if self._relaunches_left == 0:
                 raise ServerLaunchError(
-                    f"{report} It is not launched again: it ends again and again (--max-relaunches)."
+                    f"{report} It is not launched again: it ended after each of {self._max_relaunches} launches since "
+                    "the last push (--max-relaunches)."
                 )
             self._relaunches_left -= 1
             logger.warning("%s It is launched again. Launches that are left: %d.", report, self._relaunches_left)
@@ -185,6 +190,21 @@ class RolloutServers:
                 return
             except ServerLaunchError as error:
                 report = str(error)
+
+    def _wait_for_exit(self, adapter: HttpServerEngineAdapter) -> str | None:
+        """Return how a launched server ended. Return None if it answers, or was not launched by this run.
+
+        A server that has lost one of its processes needs some seconds to end. One that does not end is ended by
+        `relaunch`.
+        """
+        if adapter.pid is None:
+            return None
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while (report := adapter.exit_report()) is None and adapter.is_unreachable():
+            if time.monotonic() > deadline:
+                return f"The server at {adapter.url} (process {adapter.pid}) did not answer for {_EXIT_SECONDS:g} s."
+            self._pause()
+        return report
 
 
 def _adapter(engine: VerlEngine) -> HttpServerEngineAdapter:
@@ -213,18 +233,3 @@ def _served(engine: VerlEngine) -> str | None:
         return _adapter(engine).get_server_info()["weight_version"]
     except VerlServerError:
         return None
-
-
-def _wait_for_exit(adapter: HttpServerEngineAdapter) -> str | None:
-    """Return how a launched server ended. Return None if it answers, or was not launched by this run.
-
-    A server that has lost one of its processes needs some seconds to end. One that does not end is ended (`relaunch`).
-    """
-    if adapter.pid is None:
-        return None
-    deadline = time.monotonic() + _EXIT_SECONDS
-    while (report := adapter.exit_report()) is None and adapter.is_unreachable():
-        if time.monotonic() > deadline:
-            return f"The server at {adapter.url} (process {adapter.pid}) did not answer for {_EXIT_SECONDS:g} s."
-        time.sleep(_PROBE_SECONDS)
-    return report
