@@ -115,10 +115,22 @@ def processes_of(actor: Any) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Return True while a thread of the process runs.
+
+    The main thread is a zombie as soon as it has ended. Until the other threads have ended, too, which takes up to a
+    tenth of a second, the parent gets no exit status.
+    """
+    try:
+        return process.is_running() and not (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def assert_ended(processes: list[psutil.Process], timeout: float = 60.0) -> None:
     """Wait until the processes have ended. An ended process that its parent has not reaped counts, too."""
     deadline = time.monotonic() + timeout
-    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+    while alive := [process for process in processes if is_alive(process)]:
         assert time.monotonic() < deadline, f"These processes still run: {alive}"
         time.sleep(0.05)
 
