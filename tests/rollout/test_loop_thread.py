@@ -35,6 +35,24 @@ def test_an_error_is_raised_where_the_result_is_read() -> None:
             running.result()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_exit_in_a_coroutine_ends_nothing_else(error: type[BaseException]) -> None:
+    """Code of users raises it. Signals do not: they reach the main thread."""
+
+    async def leave() -> None:
+        raise error
+
+    with LoopThread("test") as thread:
+        other = thread.start(asyncio.sleep(0.05, "done"))
+        running = thread.start(leave())
+        assert running.wait(WAIT) and other.wait(WAIT)
+        with pytest.raises(error):
+            running.result()
+        assert other.result() == "done"
+        after = thread.start(value())
+        assert after.wait(WAIT) and isinstance(after.result(), int)
+
+
 def test_cancelled_work_closes_what_it_opened() -> None:
     started, closed = threading.Event(), threading.Event()
 

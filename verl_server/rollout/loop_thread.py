@@ -79,6 +79,7 @@ class LoopThread:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Running[T]:
         """Run a coroutine on the loop, and return at once."""
@@ -88,15 +89,18 @@ class LoopThread:
 
     def _started(self) -> asyncio.AbstractEventLoop:
         loops: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-
-        use_gpu = _current_gpu()
+        use_gpu, closing = _current_gpu(), self._closing
 
         def run() -> None:
             use_gpu()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # it cancels what is left at its end
                 loop = runner.get_loop()
                 loops.set_result(loop)
-                loop.run_forever()
+                # An event loop raises the KeyboardInterrupt or SystemExit of a coroutine. `Running.result` raises it,
+                # and the other coroutines go on.
+                while not closing.is_set():
+                    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                        loop.run_forever()
 
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
@@ -105,7 +109,9 @@ class LoopThread:
     def close(self) -> None:
         """Cancel what runs, and end the thread. A thread that does not end within `_END_SECONDS` is left behind."""
         loop, self._loop = self._loop, None
+        closing, self._closing = self._closing, threading.Event()
         if loop is not None and self._thread is not None:
+            closing.set()
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(_END_SECONDS)
 
