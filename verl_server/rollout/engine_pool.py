@@ -181,7 +181,8 @@ class EnginePool:
         if len(self._members) > 1:
             logger.warning("The episodes leave the server at %s until it is healed: %s", member.engine.url, error)
         else:
-            logger.warning("Generation waits for the server, at most %.0f s: %s", self._restart_timeout, error)
+            bound = f", at most {self._restart_timeout:.0f} s" if self._restart_timeout < math.inf else ""
+            logger.warning("Generation waits for the server%s: %s", bound, error)
         member.away = asyncio.ensure_future(self._return(member, knew, error))
         member.away.add_done_callback(lambda task: self._returned(member, task))
 
