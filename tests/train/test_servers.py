@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.engine.restartable_server import PARAMETERS, Server
-from verl_server.engine import http as http_module
+from verl_server.engine import restarts as restarts_module
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError, ServerDiedError, ServerLaunchError, UpdateConflictError
@@ -132,7 +132,7 @@ def test_a_server_that_dies_before_it_is_healed_is_not_waited_for(
     servers = RolloutServers(engines, all_ranks())
     pair[1].stop()
     monkeypatch.setattr(servers_module, "_silence", lambda _: None)
-    monkeypatch.setattr(http_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setattr(restarts_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     servers.push(weights, "1@5f2c9a1e")
     assert version(pair[0]) == "1@5f2c9a1e"
 

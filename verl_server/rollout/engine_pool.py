@@ -28,6 +28,7 @@ from verl_server.errors import (
     SessionError,
     VerlServerError,
 )
+from verl_server.files.run_output import location
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +235,7 @@ def check_alike(engines: Sequence[EngineBase]) -> None:
     if not engines:
         raise BadRequestError("AgentLoop needs at least one engine: a URL, an engine, or a list of them.")
     for name in ("model_path", "reasoning_parser") if len(engines) > 1 else ():
-        values = {str(engine.url): getattr(engine.server_args, name) for engine in engines}
+        values = {str(engine.url): location(str(getattr(engine.server_args, name))) for engine in engines}
         if len(set(values.values())) > 1:
             raise BadRequestError(
                 f"The servers of one rollout must have the same {name}: {values}. Start them with the same settings."
