@@ -99,6 +99,11 @@ def test_reasoning_that_is_cut_stays_reasoning() -> None:
         ('{"a": 1', "{}"),
         ('{"a": 1, "b', '{"a": 1}'),
         ('{"a": "x\\"y", "b": "z', '{"a": "x\\"y"}'),
+        ('{"a": 1, "b": "x, y', '{"a": 1}'),
+        ('{"a": "x}', '{}'),
+        ('{"a": ["{", "]', '{"a": ["{"]}'),
+        ('{"a": 1, "b": "\\', '{"a": 1}'),
+        ('{"a": 1, "b,', '{"a": 1}'),
         ('{"a": [1, 2', '{"a": [1]}'),
         ('{"a": [1, {"b": 2.50}, {"c"', '{"a": [1, {"b": 2.50}, {}]}'),
         ('{"a": "},]{", "b": {"c": true}', '{"a": "},]{", "b": {"c": true}}'),
@@ -108,3 +113,22 @@ def test_reasoning_that_is_cut_stays_reasoning() -> None:
 )
 def test_the_whole_members_of_an_object(text: str, expected: str) -> None:
     assert completed(text) == expected and isinstance(json.loads(expected), dict)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1, "b": 'x, y}{][\\" z', "c": {"d": [1, {"e": "f,"}, 3]}},
+        {"a": [], "b": {}, "c": [[], [1]]},
+        {"x,": "{", "y}": "]"},
+    ],
+)
+def test_every_beginning_of_an_object_becomes_an_object(value: dict[str, object], indent: int | None) -> None:
+    """Brackets and commas of a text, also of one without its end, are no structure."""
+    text = json.dumps(value, indent=indent)
+    for end in range(len(text) + 1):
+        kept = json.loads(completed(text[:end]))
+        assert list(kept) == list(value)[: len(kept)]
+        assert all(kept[name] == value[name] for name in list(kept)[:-1])
+    assert kept == value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-_STEP = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],]', re.DOTALL)
-"""A whole string, or a character of the structure."""
+_STEP = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\],]', re.DOTALL)
+"""A whole string, the quotation mark of a string without its end, or a character of the structure."""
 
 
 def completed(text: str) -> str:
@@ -28,6 +28,8 @@ def completed(text: str) -> str:
                 end = step.end()
             case ",":
                 end = step.start()
+            case '"':
+                break  # the rest is the text of this string
             case _:
                 continue
         kept, closing = end, "".join(reversed(open_brackets))
