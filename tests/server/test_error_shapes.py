@@ -138,6 +138,28 @@ def test_a_path_that_is_not_served_has_the_shape_of_its_neighbours(guarded: Stac
     check_shape(dialect, response, (path, response.text))
 
 
+def test_a_header_names_the_dialect_of_a_shared_path_and_of_one_that_nobody_serves(guarded: Stack) -> None:
+    own = OWNER | {"anthropic-version": "2023-06-01"}
+    sent: list[tuple[str, str, dict[str, Any]]] = [
+        ("GET", "/v1/files", {"headers": own}),
+        ("GET", "/nothing", {"headers": own}),
+        ("GET", "/", {"headers": {"anthropic-version": "x"}, "params": {"zzz": "1"}}),
+    ]
+    for path in ("/v1/models", "/v1/models/x"):
+        sent += [
+            ("POST", path, {"headers": own}),
+            ("GET", path, {"headers": {"anthropic-version": "x"}}),
+            ("GET", path, {"headers": own | {"X-Verl-Expected-Instance": "another"}}),
+            ("GET", path, {"headers": own, "params": {"zzz": "1"}}),
+            ("GET", f"/s/vs-{'x' * 43}{path}", {"headers": {"anthropic-version": "x"}}),
+        ]
+    for method, path, request in sent:
+        response = guarded.request(method, path, **request)
+        assert response.status_code >= 400
+        dialect = "sglang" if path == "/" else "anthropic"  # the root is served, and SGLang's alone
+        check_shape(dialect, response, (method, path, response.text))
+
+
 def test_a_handler_that_fails(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {RuntimeError: 500, ServerUnavailableError: 503, ControlTimeoutError: 504}
     real = app_module.operations

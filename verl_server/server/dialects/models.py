@@ -1,6 +1,7 @@
 """`/v1/models` and `/v1/models/NAME`, two routes that OpenAI's and Anthropic's clients share.
 
-Anthropic's clients send the header `anthropic-version` with each request, and are answered in Anthropic's shape.
+Anthropic's clients send the header `anthropic-version` with each request, and are answered in Anthropic's shape, also
+where access rules or the router refuse the request (`Operation.shared_with`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server.errors import VerlServerError
 from verl_server.server.dialects.anthropic.routes import anthropic_error
 from verl_server.server.dialects.openai.errors import ModelNotFoundError, openai_error
 from verl_server.server.http.operation import Operation
@@ -34,17 +34,15 @@ class ModelsApi:
         self._created = int(time.time())
 
     def operations(self) -> list[Operation]:
+        shapes: dict[str, Any] = {"answer_error": openai_error, "shared_with": {VERSION_HEADER: anthropic_error}}
         return [
-            Operation("/v1/models", self.models, in_session=True, query=_PAGE, answer_error=openai_error),
-            Operation("/v1/models/{name:path}", self.model, in_session=True, answer_error=openai_error),
+            Operation("/v1/models", self.models, in_session=True, query=_PAGE, **shapes),
+            Operation("/v1/models/{name:path}", self.model, in_session=True, **shapes),
         ]
 
     async def models(self, request: Request) -> Response:
         """Return a list with the served model. With the header `anthropic-version`, return Anthropic's page."""
-        try:
-            self._manager.check_serving()
-        except VerlServerError as error:
-            return _error_in_dialect(request, error)
+        self._manager.check_serving()
         if not _is_anthropic(request):
             return json_response({"object": "list", "data": [self._openai()]})
         query = request.query_params
@@ -57,12 +55,9 @@ class ModelsApi:
     async def model(self, request: Request) -> Response:
         """Return the served model; 404 for another name. With the header `anthropic-version`, in Anthropic's shape."""
         name = request.path_params["name"]
-        try:
-            self._manager.check_serving()
-            if name.strip("/") != self._name.strip("/"):
-                raise ModelNotFoundError(f"The model '{name}' does not exist")
-        except VerlServerError as error:
-            return _error_in_dialect(request, error)
+        self._manager.check_serving()
+        if name.strip("/") != self._name.strip("/"):
+            raise ModelNotFoundError(f"The model '{name}' does not exist")
         return json_response(self._anthropic() if _is_anthropic(request) else self._openai())
 
     @property
@@ -101,7 +96,3 @@ class ModelsApi:
 
 def _is_anthropic(request: Request) -> bool:
     return VERSION_HEADER in request.headers
-
-
-def _error_in_dialect(request: Request, error: VerlServerError) -> Response:
-    return anthropic_error(error) if _is_anthropic(request) else openai_error(error)

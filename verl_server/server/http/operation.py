@@ -66,6 +66,9 @@ class Operation:
     answer_error: AnswerError = error_response
     """Returns the answer to an error of the route, in the shape of the dialect. Not only the handler raises errors:
     access rules, headers and queries are checked before it."""
+    shared_with: Mapping[str, AnswerError] = field(default_factory=dict)
+    """Header that the clients of another dialect send, in lower case -> its shape of errors. For routes that dialects
+    share, and for paths that nobody serves."""
 
     @property
     def dialect(self) -> str:

@@ -7,8 +7,9 @@ What they refuse is answered by `error_answer`, in the shape of the dialect to w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,10 +33,21 @@ def route_of(scope: Scope) -> Route:
 
 
 def error_answer(scope: Scope, error: VerlServerError) -> Response:
-    """Return the answer to an error, in the shape of the dialect to which the request's path belongs."""
+    """Return the answer to an error, in the shape of the dialect to which the request's path belongs.
+
+    Where dialects share the path, and where nobody serves it, a header may name the dialect (`Operation.shared_with`).
+    """
     route = route_of(scope)
-    answer: AnswerError = scope["state"][_SHAPE] if isinstance(route, NotServed) else route.operation.answer_error
+    if isinstance(route, NotServed):
+        answer: AnswerError = scope["state"][_SHAPE]
+    else:
+        answer = _named(scope, route.operation.shared_with) or route.operation.answer_error
     return answer(error)
+
+
+def _named(scope: Scope, shapes: Mapping[str, AnswerError]) -> AnswerError | None:
+    headers = Headers(scope=scope)
+    return next((shape for header, shape in shapes.items() if header in headers), None)
 
 
 class RouteMiddleware:
@@ -53,7 +65,7 @@ class RouteMiddleware:
         state = scope.setdefault("state", {})
         state[_STATE] = route
         if isinstance(route, NotServed):
-            state[_SHAPE] = self._shapes.of(scope["path"])
+            state[_SHAPE] = self._shapes.of(scope)
         await self._app(scope, receive, send)
 
 
@@ -62,11 +74,16 @@ class _Shapes:
 
     def __init__(self, operations: Collection[Operation]) -> None:
         self._paths = [(path.split("/")[1:], operation) for operation in operations for path in operation.paths]
+        self._named = {header: shape for each in operations for header, shape in each.shared_with.items()}
 
-    def of(self, path: str) -> AnswerError:
-        """Return the shape of the dialect with the most paths among those that share the most leading parts with
-        `path`, and SGLang's if no path shares a part with it."""
-        parts = path.split("/")[1:]
+    def of(self, scope: Scope) -> AnswerError:
+        """Return the shape that a header of the request names. Without one, return the shape of the dialect with the
+        most paths among those that share the most leading parts with the request's path, and SGLang's if no path shares
+        a part with it."""
+        named = _named(scope, self._named)
+        if named is not None:
+            return named
+        parts = scope["path"].split("/")[1:]
         shared = [_shared_parts(parts, known) for known, _ in self._paths]
         most = max(shared, default=0)
         if most == 0:
@@ -102,7 +119,7 @@ class Dispatch:
         try:
             response = await operation.handler(Request(scope, receive, send))
         except VerlServerError as error:
-            response = operation.answer_error(error)
+            response = error_answer(scope, error)
         await response(scope, receive, send)
 
 
