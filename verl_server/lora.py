@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from verl_server.errors import BadRequestError
 
 _WORD = re.compile(r"(?<![a-z])q?loras?(?![a-z])", re.IGNORECASE)
 PAGE = "docs/weight-sync.md#from-peft"
@@ -41,3 +44,26 @@ def refusal(what: str, fault: str = "is not supported") -> str:
 def first_named(names: Iterable[str]) -> str | None:
     """Return the first of `names`, of settings or methods, that has the word; None if there is none."""
     return next((name for name in names if _WORD.search(name)), None)
+
+
+def refuse_options(args: Iterable[str]) -> None:
+    """Raise BadRequestError if an argument of a command is an option about adapters, of any project."""
+    option = first_named(arg.split("=")[0] for arg in args if arg.startswith("--"))
+    if option is not None:
+        raise BadRequestError(refusal(option))
+
+
+class NoAdapters:
+    """An engine's methods about adapters, by SGLang's names. Each raises BadRequestError, which says what to do."""
+
+    def load_lora_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise BadRequestError, which says how an adapter is merged."""
+        raise BadRequestError(refusal("load_lora_adapter"))
+
+    def load_lora_adapter_from_tensors(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise BadRequestError, which says how an adapter is merged."""
+        raise BadRequestError(refusal("load_lora_adapter_from_tensors"))
+
+    def unload_lora_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise BadRequestError, which says how an adapter is merged."""
+        raise BadRequestError(refusal("unload_lora_adapter"))

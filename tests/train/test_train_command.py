@@ -42,11 +42,11 @@ def test_settings_that_cannot_work_are_refused() -> None:
     def options(**changes: Any) -> TrainArgs:
         return TrainArgs(model_path="m", env_url="http://e", **changes)
 
-    with pytest.raises(BadRequestError, match=r"rank_timeout=10 must exceed trajectory_timeout=60"):
+    with pytest.raises(BadRequestError, match=r"--rank-timeout 10 must exceed --trajectory-timeout 60"):
         options(rank_timeout=10.0, limits=Limits(trajectory_timeout=60.0))
     with pytest.raises(BadRequestError, match=r"has its own settings: remove --server\.kv-cache-gib"):
         options(server_urls=("http://s",), server=ServerArgs(model_path="", kv_cache_gib=1.0, api_key="key"))
-    with pytest.raises(BadRequestError, match="max_skipped_steps"):
+    with pytest.raises(BadRequestError, match="--max-skipped-steps"):
         options(max_skipped_steps=0)
     assert options(server=ServerArgs(model_path="", dtype="float32")).server_settings == {"dtype": "float32"}
     assert options().server_settings == {}

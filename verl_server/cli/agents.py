@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from verl_server.cli.option_names import as_options, with_flags
+from verl_server.cli.option_names import with_flags
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.files.command_options import parse_options
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import location, without_host
 from verl_server.rollout.agents.episode import Progress
@@ -99,10 +100,7 @@ class AgentRolloutArgs:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise BadRequestError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
-        try:
-            SamplingParams.parse({"temperature": self.temperature})
-        except BadRequestError as error:
-            raise BadRequestError(as_options(str(error))) from None
+        SamplingParams.parse({"temperature": self.temperature})
 
 
 def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> int:
@@ -222,7 +220,7 @@ def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = tyro.cli(AgentRolloutArgs, args=argv, prog="verl-server rollout")
+    args = parse_options(AgentRolloutArgs, argv, "verl-server rollout")
     try:
         return rollout_agents(args)
     except VerlServerError as error:

@@ -81,26 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] not in commands:
         print(f"verl-server: unknown command {args[0]!r}; commands: {', '.join(commands)}", file=sys.stderr)
         return 2
+    from verl_server import lora
     from verl_server.errors import VerlServerError
 
     try:
-        _refuse_adapters(args)
+        lora.refuse_options(args)
         return commands[args[0]](args[1:])
     except VerlServerError as error:
         print(f"verl-server {args[0]}: {error}", file=sys.stderr)
-        return 1
+        return int(getattr(error, "exit_status", 1))
     except KeyboardInterrupt:
         return 130
-
-
-def _refuse_adapters(args: list[str]) -> None:
-    """Raise BadRequestError for an option about adapters, of SGLang, of vLLM or of a trainer."""
-    from verl_server import lora
-    from verl_server.errors import BadRequestError
-
-    options = [arg.split("=")[0] for arg in args if arg.startswith("--")]
-    if (option := lora.first_named(options)) is not None:
-        raise BadRequestError(lora.refusal(option))
 
 
 def _serve(args: list[str]) -> int:
@@ -194,7 +185,14 @@ def _warn_of_visible_keys(args: list[str]) -> None:
 
 
 def _rollout(args: list[str]) -> int:
+    from verl_server.files.command_options import OptionError
+
     args = [re.sub(r"^--env-timeouts\.", "--env.", arg) for arg in args]  # an older name
+    if any(arg.split("=")[0] == "--episodes" for arg in args):
+        raise OptionError(
+            "--episodes was removed. Use --groups N for N seeds or tasks, and --group-size for the episodes of each "
+            "(1 by default)."
+        )
     if any(arg.split("=")[0] == "--agent" for arg in args):
         return _delegate("rollout", "verl_server.cli.agents", args)
     return _delegate("rollout", "verl_server.cli.rollout", args)
@@ -232,6 +230,8 @@ def bench(args: list[str]) -> int:
     """Run `benchmarks.NAME` for `verl-server bench NAME OPTIONS`, in the folder of a checkout.
 
     `verl-server bench` lists the names, and `verl-server bench NAME --help` the options of one.
+
+    Exit status: that of the benchmark, 2 for an unknown name or outside of a checkout.
     """
     name = args[0] if args and not args[0].startswith("-") else ""
     sys.path.insert(0, "")

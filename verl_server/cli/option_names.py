@@ -1,16 +1,9 @@
-"""`as_options` and `with_flags`: name options of the command line in an error that names fields of a class."""
+"""`with_flags`: an error about settings names their flags. `files.command_options` does so for classes of options."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-
-_FIELD = re.compile(r"\b(?:sampling_params|Limits|GRPOConfig)\.(\w+)")
-
-
-def as_options(message: str) -> str:
-    """Return a message with `--max-turns` for `Limits.max_turns`, and `--temperature` for that of sampling params."""
-    return _FIELD.sub(lambda found: "--" + found[1].replace("_", "-"), message)
 
 
 def with_flags(message: str, names: Sequence[str]) -> str:

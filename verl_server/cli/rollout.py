@@ -15,9 +15,9 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
-from verl_server.cli.option_names import as_options
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
+from verl_server.files.command_options import parse_options
 from verl_server.files.model_folder import load_tokenizer
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import location, settings_of, without_host
@@ -97,10 +97,7 @@ class RolloutArgs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
-        try:
-            SamplingParams.parse({"temperature": self.temperature})
-        except BadRequestError as error:
-            raise BadRequestError(as_options(str(error))) from None
+        SamplingParams.parse({"temperature": self.temperature})
 
 
 _TIME = "a bound of time ends an episode without a reward, and changes no other one"
@@ -211,4 +208,4 @@ def _report_of(file: TrajectoryFile) -> TextIO:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return rollout(tyro.cli(RolloutArgs, args=argv, prog="verl-server rollout"))
+    return rollout(parse_options(RolloutArgs, argv, "verl-server rollout"))

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
+from verl_server.files.command_options import parse_options
 from verl_server.files.json_files import read_json
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import Claim, claim_folder, recorded, settings_of, store_settings
@@ -106,9 +107,9 @@ class DemoArgs:
     def __post_init__(self) -> None:
         if not 1 < self.guesses < self.numbers <= len(_VOCABULARY) - len(_WORDS):
             most = len(_VOCABULARY) - len(_WORDS)
-            raise BadRequestError(f"The demo needs 1 < guesses < numbers <= {most}.")
+            raise BadRequestError(f"The demo needs 1 < --guesses < --numbers <= {most}.")
         if self.latency < 0 or min(self.steps, self.episodes, self.pace_episodes) < 1:
-            raise BadRequestError("steps, episodes and pace_episodes must be at least 1, latency at least 0.")
+            raise BadRequestError("--steps, --episodes and --pace-episodes must be at least 1, --latency at least 0.")
 
 
 class Demo:
@@ -323,11 +324,10 @@ def _claimed_folder(args: DemoArgs) -> Claim:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit status: 0 if the policy learned the game (success of at least 0.9), else 1."""
-    import tyro
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    args = tyro.cli(DemoArgs, args=argv, prog="verl-server demo")
+    args = parse_options(DemoArgs, argv, "verl-server demo")
     with DemoDisplay(Console(stderr=False), args.guesses / args.numbers) as display:
         summary = Demo(args, display).run()
         display.result(summary, args.out)

@@ -53,7 +53,7 @@ class GRPOConfig:
     clip_low: float = 0.2
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.28
-    """See clip_low."""
+    """The upper end of that interval is 1 + clip_high."""
     correction_bound: float = 0.0
     """Multiply the advantage of a token that was drawn under a mask, a penalty or a bias with (its probability under
     the policy / its probability where it was drawn), at most this: truncated importance sampling. 0: do not."""
@@ -168,14 +168,14 @@ class TrainArgs:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.max_skipped_steps < 1 or self.logprob_chunk < 1:
-            raise BadRequestError("steps, max_skipped_steps and logprob_chunk must be at least 1.")
+            raise BadRequestError("--steps, --max-skipped-steps and --logprob-chunk must be at least 1.")
         if self.save_every < 0 or self.retry_pause < 0 or self.max_relaunches < 0:
-            raise BadRequestError("save_every, retry_pause and max_relaunches must not be negative.")
+            raise BadRequestError("--save-every, --retry-pause and --max-relaunches must not be negative.")
         if len(set(self.server_urls)) < len(self.server_urls):
             raise BadRequestError(f"--server names one server twice: {' '.join(self.server_urls)}.")
         if self.rank_timeout <= self.limits.trajectory_timeout:
             raise BadRequestError(
-                f"rank_timeout={self.rank_timeout:g} must exceed trajectory_timeout="
+                f"--rank-timeout {self.rank_timeout:g} must exceed --trajectory-timeout "
                 f"{self.limits.trajectory_timeout:g}, because a rank waits for the slowest episode of the others."
             )
         self._check_agent()

@@ -34,10 +34,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from verl_server import lora
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import BadRequestError, UnansweredError, VerlServerError
+from verl_server.errors import UnansweredError, VerlServerError
+from verl_server.files.command_options import parse_options
 from verl_server.files.model_folder import config_folder, load_tokenizer
 from verl_server.logprob_gap import GapAlarm
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
@@ -315,14 +317,11 @@ def main(prog: str, make: Callable[[TrainArgs, RunParts], Algorithm], argv: Sequ
 
     A `VerlServerError` is printed as a message without a traceback. `argv` defaults to the arguments of the process.
     """
-    import tyro
-
-    from verl_server.files.json_options import JSON_OPTIONS
-
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        args = tyro.cli(TrainArgs, args=argv, prog=prog, registry=JSON_OPTIONS)
-    except BadRequestError as error:
+        lora.refuse_options(sys.argv[1:] if argv is None else argv)
+        args = parse_options(TrainArgs, argv, prog)
+    except VerlServerError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     try:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from tyro.conf import Positional
 
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.files.command_options import parse_options
 from verl_server.files.json_files import parse_json
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
@@ -106,7 +106,7 @@ def _keyword_arguments(text: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = tyro.cli(EnvServerArgs, args=argv, prog="verl-server env serve")
+    args = parse_options(EnvServerArgs, argv, "verl-server env serve")
     serve(args, _api_key(args), lambda url: print(f"Ready: {url}", file=sys.stderr, flush=True))
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import tyro
 from tyro.conf import Positional
 
 from verl_server.errors import BadRequestError
+from verl_server.files.command_options import parse_options
 from verl_server.files.durable import flush, write_file
 from verl_server.files.json_files import read_bytes
 from verl_server.server.sessions.journal_files import CURRENT, Damage, JournalFiles
@@ -139,7 +139,7 @@ class RepairArgs:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Report the damage of a store, and repair it unless `--check` is given. Return 1 if damage is left."""
-    args = tyro.cli(RepairArgs, args=argv, prog="verl-server trajectories repair")
+    args = parse_options(RepairArgs, argv, "verl-server trajectories repair")
     with locked(args.folder):
         found = find_damage(args.folder)
         header = _header(args.folder)
