@@ -14,12 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from verl_server import BadRequestError, ServerArgs, ServerLaunchError, lora
+from verl_server import (
+    BadRequestError,
+    Engine,
+    HttpServerEngineAdapter,
+    ServerArgs,
+    ServerLaunchError,
+    VerlEngine,
+    lora,
+)
 from verl_server.backends.vllm.settings import check_engine_args
 from verl_server.cli.main import main
 from verl_server.compat.sglang.server_args import ServerArgs as SglangArgs
 from verl_server.files.model_folder import local_folder, resolve_model_folder
 from verl_server.server.text.tokenizer import ModelText
+from verl_server.train import grpo
 from verl_server.train.policy import load_policy
 
 PAGES = Path(__file__).parents[1]
@@ -59,6 +68,8 @@ def test_the_page_exists() -> None:
 def test_options_of_the_command_line(command: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--model-path", "model", *options]) == 1
     check(capsys.readouterr().err, options[0].split("=")[0])
+    assert grpo.main(["--model-path", "model", "--env-url", "http://e", *options]) == 2
+    check(capsys.readouterr().err, options[0].split("=")[0])
 
 
 @pytest.mark.parametrize("name", ["enable_lora", "lora_paths", "max_loras_per_batch", "max_cpu_loras"])
@@ -67,7 +78,19 @@ def test_arguments_of_an_engine(name: str) -> None:
         ServerArgs.from_kwargs(model_path="model", **{name: 1})
     check(str(caught.value), name)
     with pytest.raises(BadRequestError) as caught:
+        ServerArgs(model_path="model", **{name: 1})
+    check(str(caught.value), name)
+    with pytest.raises(BadRequestError) as caught:
         check_engine_args({name: 1}, set())
+    check(str(caught.value), name)
+
+
+@pytest.mark.parametrize("name", ["load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter"])
+@pytest.mark.parametrize("kind", [Engine, HttpServerEngineAdapter, VerlEngine])
+def test_methods_of_engines(kind: type[Any], name: str) -> None:
+    engine = kind.__new__(kind)  # without a server
+    with pytest.raises(BadRequestError) as caught:
+        getattr(engine, name)("adapter", lora_path="/a")
     check(str(caught.value), name)
 
 

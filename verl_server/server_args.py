@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -345,6 +346,11 @@ class ServerArgs:
     enable_metrics: bool = True
     """Serve Prometheus metrics at `/metrics`."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> ServerArgs:
+        """Raise BadRequestError for a setting about adapters, which no field has."""
+        _refuse_adapters(kwargs)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Raise BadRequestError for settings that cannot work. The message names the field and the remedy."""
         for path in _PATHS:
@@ -498,13 +504,18 @@ class ServerArgs:
         """Build from keyword arguments. Raise BadRequestError for an unknown name or a missing `model_path`."""
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = [name for name in kwargs if name not in known]
-        if (adapters := lora.first_named(unknown)) is not None:
-            raise BadRequestError(lora.refusal(f"The server argument {adapters!r:.100}"))
+        _refuse_adapters(unknown)
         if unknown:
             raise BadRequestError(f"Unknown server argument(s) {unknown}; known: {', '.join(known)}.")
         if "model_path" not in kwargs:
             raise BadRequestError("ServerArgs needs model_path (a local folder or a hub id).")
         return cls(**kwargs)
+
+
+def _refuse_adapters(names: Iterable[str]) -> None:
+    """Raise BadRequestError if one of the names of unknown settings is about adapters."""
+    if (adapters := lora.first_named(names)) is not None:
+        raise BadRequestError(lora.refusal(f"The server argument {adapters!r:.100}"))
 
 
 def _default_of(name: str) -> object:

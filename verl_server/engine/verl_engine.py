@@ -30,6 +30,7 @@ from verl_server.engine.push import Push, WeightPusher
 from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ServerUnavailableError
+from verl_server.lora import NoAdapters
 from verl_server.messages.results import GenerateResult
 from verl_server.messages.weight_requests import UpdateMode
 from verl_server.server_args import ServerArgs
@@ -54,7 +55,7 @@ def _on_all_ranks(method: Callable[Concatenate[EngineBase, P], T]) -> Callable[C
     return call
 
 
-class VerlEngine:
+class VerlEngine(NoAdapters):
     """One policy for all ranks of a trainer. All ranks call the same methods in the same order.
 
     If ranks pass different arguments, rank 0's arguments are used. Only tensors and registered weights are each rank's

@@ -16,6 +16,7 @@ import msgspec
 
 from verl_server.engine.options import PushOptions, TensorUpdateOptions, UpdateOptions, check_names
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError, error_for_status
+from verl_server.lora import NoAdapters
 from verl_server.messages.io_struct import ControlReply, ControlReq
 from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
@@ -49,7 +50,7 @@ _UNKNOWN_REGISTRATION, _CONFLICT = 404, 409
 U = TypeVar("U", UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq, UpdateWeightsFromDistributedReq)
 
 
-class EngineWeights(abc.ABC):
+class EngineWeights(NoAdapters, abc.ABC):
     """Weight methods of an engine. Methods may be called from any thread; pushes of several threads run in turn."""
 
     def __init__(self) -> None:
