@@ -263,7 +263,7 @@ class Class:
             if is_overload or (node.name.startswith("_") and node.name != "__init__"):
                 continue
             method = self._package.read_function(self.module, node)
-            if node.name == "__init__" and "()" in method.signature:
+            if node.name == "__init__" and method.signature.startswith("def __init__()"):
                 continue
             if inherited or node.name not in methods:
                 own[node.name] = method

@@ -105,3 +105,7 @@ def test_links_lead_somewhere(pages: dict[str, str]) -> None:
     for name, text in pages.items():
         for page, anchor in re.findall(r"\]\(([\w.]*)#([\w-]+)\)", text):
             assert anchor in anchors[page or name], f"{name} links to {page}#{anchor}"
+
+
+def test_a_constructor_with_an_empty_default_is_described(pages: dict[str, str]) -> None:
+    assert "### `ToolLoop`" in pages["agents.md"] and "tools: Sequence[Callable[..., Any]] = ()," in pages["agents.md"]

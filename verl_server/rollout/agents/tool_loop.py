@@ -56,7 +56,7 @@ class ToolLoop:
         request: Mapping[str, Any] | None = None,
     ) -> None:
         """`tools` are functions, async or not, beside the tools of the environment. Their names, docstrings and
-        annotations describe them to the policy.
+        annotations describe them to the policy. `system` is the system message.
 
         `max_turns` bounds the number of replies. `tool_seconds` bounds each call, and `result_characters` bounds the
         length of its result. Instead of a late or failed result, the policy reads an error message. `request` has

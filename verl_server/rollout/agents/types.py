@@ -107,11 +107,17 @@ class AgentSession:
     """The environment without its rewards, None if the run has none."""
 
     def openai(self, **options: Any) -> Any:
-        """Return an `openai.AsyncOpenAI` client of this session. Raise BadRequestError without extra `agents`."""
+        """Return an `openai.AsyncOpenAI` client of this session, with further `options` of that class.
+
+        Raise BadRequestError if the package is not installed (the extra `agents` has it).
+        """
         return self._sdk_client("openai", "AsyncOpenAI", self.base_url, options)
 
     def anthropic(self, **options: Any) -> Any:
-        """Return an `anthropic.AsyncAnthropic` client of this session. Raise BadRequestError without extra `agents`."""
+        """Return an `anthropic.AsyncAnthropic` client of this session, with further `options` of that class.
+
+        Raise BadRequestError if the package is not installed (the extra `agents` has it).
+        """
         return self._sdk_client("anthropic", "AsyncAnthropic", self.anthropic_base_url, options)
 
     def _sdk_client(self, package: str, client: str, base_url: str, options: dict[str, Any]) -> Any:

@@ -13,7 +13,10 @@ from verl_server.errors import BadRequestError
 
 
 class TextEnvironment(Protocol):
-    """One episode at a time. Faults are raised as `rollout.environment.EnvError`."""
+    """An environment whose observations and actions are text: what the `environment` of `run_agents` returns.
+
+    It plays one episode at a time. It raises `rollout.environment.EnvError` for its own faults.
+    """
 
     @property
     def tools(self) -> list[dict[str, Any]]:
