@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from verl_server import lora
 from verl_server.errors import BadRequestError
 from verl_server.web.json_convert import convert_json
 
@@ -43,6 +44,7 @@ UNSUPPORTED_PARAMS = {
     "custom_params": "custom logit processors are not implemented",
     "watermark": "watermarks are not implemented",
     "choice": "use `regex`, or `json_schema` with an enum",
+    **lora.REQUEST_FIELDS,
 }
 """SGLang's sampling parameters that are refused if they are set, each with what to do instead."""
 HARMLESS_PARAMS: dict[str, tuple[Any, ...]] = {"beam_width": (1,)}

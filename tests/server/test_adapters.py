@@ -42,6 +42,14 @@ def test_a_field_that_chooses_an_adapter(module_stack: Stack, path: str, field: 
     check(message_of(response), f"`{field}`")
 
 
+@pytest.mark.parametrize("field", lora.REQUEST_FIELDS)
+@pytest.mark.parametrize("path", ["/generate", "/inference/v1/generate"])
+def test_a_field_of_the_sampling_parameters(module_stack: Stack, path: str, field: str) -> None:
+    response = module_stack.post(path, BODIES[path] | {"sampling_params": {field: {"lora_name": "adapter"}}})
+    assert response.status_code == 400, response.text
+    check(message_of(response), f"sampling_params.{field}")
+
+
 def test_an_empty_field_chooses_none(module_stack: Stack) -> None:
     for path, body in BODIES.items():
         response = module_stack.post(path, body | {"lora_path": ""})
@@ -55,6 +63,18 @@ def test_a_model_with_an_adapter(module_stack: Stack, path: str) -> None:
         response = module_stack.post(path, BODIES[path] | {"model": f"{base}:adapter"})
         assert response.status_code == 404, response.text
         check(message_of(response), "adapter")
+
+
+def test_a_model_with_an_adapter_that_generates_nothing(module_stack: Stack) -> None:
+    served = module_stack.manager.controls.model_path
+    counted = module_stack.post(
+        "/v1/messages/count_tokens", {"messages": CHAT["messages"], "model": f"{served}:adapter"}
+    )
+    for headers in ({}, {"anthropic-version": "x"}):
+        asked = module_stack.get(f"/v1/models{served}:adapter", headers=headers)
+        for response in (counted, asked):
+            assert response.status_code == 404, response.text
+            check(message_of(response), ":adapter")
 
 
 def test_claudes_names_may_have_colons(module_stack: Stack) -> None:

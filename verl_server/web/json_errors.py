@@ -24,6 +24,8 @@ def json_error_handlers(key: str) -> dict[Any, Any]:
 
     async def on_http_exception(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
+        if "Allow" in headers:
+            headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))  # Starlette joins a set
         allowed = f" (it has {headers['Allow']})" if "Allow" in headers else ""
         text = f"{error.detail}: {request.method} {request.url.path}{allowed}"
         return answer(error.status_code, text, headers)

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from verl_server import lora
 from verl_server.server.dialects.anthropic.routes import anthropic_error
 from verl_server.server.dialects.openai.errors import ModelNotFoundError, openai_error
 from verl_server.server.http.operation import Operation
@@ -57,7 +58,9 @@ class ModelsApi:
         name = request.path_params["name"]
         self._manager.check_serving()
         if name.strip("/") != self._name.strip("/"):
-            raise ModelNotFoundError(f"The model '{name}' does not exist")
+            is_adapter = name.strip("/").startswith(f"{self._name.strip('/')}:")
+            text = f"The model '{name}'"
+            raise ModelNotFoundError(lora.refusal(text, "does not exist") if is_adapter else f"{text} does not exist")
         return json_response(self._anthropic() if _is_anthropic(request) else self._openai())
 
     @property

@@ -29,6 +29,8 @@ class ReadMessages(ReadConversation, kw_only=True):
 class CountedTokens(msgspec.Struct, kw_only=True):
     """Result of the job `COUNT_TOKENS`."""
 
+    model: str
+    """The model that the request names."""
     count: int
     unused_options: list[str]
     unknown_fields: list[str]
@@ -69,7 +71,9 @@ def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
 def count_tokens(tools: TextTools, body: bytes) -> CountedTokens:
     request, unknown = parse_body(parse_json(body), CountTokensRequest)
     prompt, _ = _prompt(tools, request)
-    return CountedTokens(count=prompt.length, unused_options=prompt.unused_options, unknown_fields=unknown)
+    return CountedTokens(
+        model=request.model, count=prompt.length, unused_options=prompt.unused_options, unknown_fields=unknown
+    )
 
 
 MESSAGES = Job("messages", read_message_request, ReadMessages)

@@ -102,6 +102,7 @@ class AnthropicApi:
     async def count_tokens(self, request: Request) -> Response:
         """Return {"input_tokens"}: the number of prompt tokens that `/v1/messages` would have for this body."""
         counted = await self._turns.read(request, COUNT_TOKENS)
+        self._refuse_adapter(counted.model)
         self._manager.text.warn_of_unused(counted.unused_options)
         return json_response({"input_tokens": counted.count})
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from verl_server import lora
 from verl_server.errors import BadRequestError
 from verl_server.web.json_body import names_of_unknown
 from verl_server.web.json_convert import read_struct
@@ -14,6 +15,7 @@ from verl_server.web.json_convert import read_struct
 _NO_INTERNALS = "this server returns tokens and log-probabilities only"
 
 SAMPLING_REFUSED = {
+    **lora.REQUEST_FIELDS,
     "prompt_logprob_token_ids": "use prompt_logprobs",
     "prompt_logprob_start": "use prompt_logprobs",
     "extra_args": "there are no custom processors of logits and no transfer of the KV cache",
