@@ -178,7 +178,7 @@ def test_a_length_that_the_server_refuses_is_a_full_context() -> None:
         ([says("ab", done=True)], [], StopReason.ENV_ERROR),
         ([says("ab"), EnvTimeoutError("slow")], [generated([1])], StopReason.ENV_TIMEOUT),
         ([says("ab"), says("c", 1.0), EnvError("gone")], [generated([1])] * 2, StopReason.ENV_ERROR),
-        ([says("ab")], [ControlTimeoutError("late")], StopReason.GENERATION_ERROR),
+        ([says("ab")], [ControlTimeoutError("late")], StopReason.GENERATION_TIMEOUT),
         ([says("ab")], [{"output_ids": [1]}], StopReason.GENERATION_ERROR),
         ([says("ab")], [generated([1, 2], output_token_logprobs=[[-1.0, 1, None]])], StopReason.GENERATION_ERROR),
     ],

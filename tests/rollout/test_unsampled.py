@@ -30,10 +30,10 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_which_ends_count(reason: StopReason, reward: float | None, sampled: bool) -> None:
     t = Trajectory(task=Task(seed=0), stop_reason=reason, reward=reward, tokens=[1], loss_mask=[int(sampled)])
-    assert is_unsampled([t]) == (not sampled and (reward is not None or reason.is_scored))
+    assert is_unsampled([t]) == (not sampled and (reward is not None or reason.is_regular))
     t.loss_mask = [0]
     other = Trajectory(task=Task(seed=0), tokens=[1], loss_mask=[int(sampled)])
-    assert is_unsampled([t, other]) == (not sampled and (reward is not None or reason.is_scored))
+    assert is_unsampled([t, other]) == (not sampled and (reward is not None or reason.is_regular))
 
 
 # -- the built-in loop ------------------------------------------------------------------------------------------

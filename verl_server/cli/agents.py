@@ -30,6 +30,7 @@ from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRu
 from verl_server.rollout.environment import EnvTimeouts
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.environments.named import has_reward, is_named, is_url
+from verl_server.rollout.faults import FaultRules
 from verl_server.sampling_params import SamplingParams
 from verl_server.watch.agents_report import write_run_report
 from verl_server.web.key_files import read_key_file
@@ -82,7 +83,10 @@ class AgentRolloutArgs:
     """Continue the run in `--out`. Episodes that have ended are not played again, except those without a sampled token.
     The settings must be equal, except those of servers, bounds of time, retries and concurrency."""
     retries: int = 2
-    """Further attempts of an episode that ended without a reward."""
+    """Further attempts of an episode that the infrastructure ended. Each has another seed of sampling."""
+    replacements: int | None = None
+    """Most further attempts of all episodes of a group. None: --retries is the only bound."""
+    faults: Annotated[FaultRules, tyro.conf.arg(name="")] = field(default_factory=FaultRules)
     max_concurrency: int | None = None
     """Most episodes at one time. None is no bound."""
     temperature: float = 1.0
@@ -96,7 +100,8 @@ class AgentRolloutArgs:
     """Accept servers that generate without a key, where an agent can sample outside its session."""
 
     def __post_init__(self) -> None:
-        for name, least in (("groups", 1), ("group_size", 1), ("max_concurrency", 1), ("retries", 0)):
+        leasts = {"groups": 1, "group_size": 1, "max_concurrency": 1, "retries": 0, "replacements": 0}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise BadRequestError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
@@ -123,7 +128,7 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
     without = f"{summary['unsampled']} without a sampled token, " if summary["unsampled"] else ""
     console.print(
         f"{summary['episodes']} episodes in {summary['attempts']} attempts, {summary['tokens']} tokens, "
-        f"mean reward {mean}, {without}ends {summary['reasons']}. Files: {args.out}",
+        f"mean reward {mean}, {without}ends {summary['reasons']}, faults {summary['faults']}. Files: {args.out}",
         highlight=False,
         soft_wrap=True,
     )
@@ -160,6 +165,8 @@ async def _played(
             group_size=args.group_size,
             limits=args.limits,
             retries=args.retries,
+            replacements=args.replacements,
+            faults=args.faults,
             max_concurrency=args.max_concurrency,
             sampling_params={"temperature": args.temperature},
             seed=args.seed,

@@ -25,6 +25,7 @@ from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import environment_schema
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.episode import Limits
+from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.server_check import attach_server
 from verl_server.rollout.trajectory import Task, summarize
@@ -61,8 +62,8 @@ class RolloutArgs:
     """File of this run: each trajectory is one line, written when it ends. Missing folders are created. The settings
     are in FILE.run.json beside it. A file that has the trajectories of another run is refused."""
     resume: bool = False
-    """Continue the run in `--out`. Episodes that the policy ended are not played again. Episodes that failed or have no
-    sampled token are played again, and their lines are replaced. The settings must be equal, except those of servers,
+    """Continue the run in `--out`. Episodes that the infrastructure ended, or that have no sampled token, are
+    played again, and their lines are replaced; the others are not. The settings must be equal, except those of servers,
     bounds of time, concurrency and the number of groups (docs/runs.md)."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer. None is the server's."""
@@ -84,6 +85,7 @@ class RolloutArgs:
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(
         default_factory=lambda: Limits(max_turns=8, max_new_tokens=512)
     )
+    faults: Annotated[FaultRules, tyro.conf.arg(name="")] = field(default_factory=FaultRules)
     api_key: str | None = None
     """API key of the rollout server. Other users of this host can read it here. Default: VERL_SERVER_API_KEY of the
     environment, which they cannot read."""
@@ -100,7 +102,7 @@ class RolloutArgs:
         SamplingParams.parse({"temperature": self.temperature})
 
 
-_TIME = "a bound of time ends an episode without a reward, and changes no other one"
+_TIME = "a bound of time ends an episode, and changes no other one"
 MAY_DIFFER = {
     "server": "the same model may be served at another address, and `model` is compared",
     "groups": "further groups have further seeds",
@@ -165,6 +167,7 @@ def _play(args: RolloutArgs, file: TrajectoryFile, engines: Sequence[HttpServerE
         sampling_params={"temperature": args.temperature},
         limits=args.limits,
         max_concurrency=args.max_concurrency,
+        faults=args.faults,
     ) as loop:
         result = loop.run(tasks, file.add)
     trajectories = file.trajectories() or result.trajectories

@@ -9,7 +9,6 @@ verl-server trajectories show runs/x --episode 3-0 --color logprob --tokenizer M
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from tyro.conf import Positional, subcommand
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import decode_json, read_bytes
 from verl_server.files.model_folder import load_tokenizer
+from verl_server.rollout.faults import describe_ends
 from verl_server.rollout.listing import Listing, Row
 from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled
 from verl_server.watch.recorded import Recorded, read_recorded, recorded_files
@@ -160,7 +160,8 @@ def show(args: Show, console: Console) -> int:
     for recorded in found:
         trajectory = recorded.trajectory
         step = "" if recorded.step is None else f"step {recorded.step} "
-        title = Text(f"{step}{args.episode}", "bold").append(
+        attempt = f" attempt {trajectory.attempt}" if trajectory.attempt else ""
+        title = Text(f"{step}{args.episode}{attempt}", "bold").append(
             f" branch {trajectory.branch} {trajectory.session}", "none"
         )
         console.print(title)
@@ -185,7 +186,12 @@ def stats(args: Stats, console: Console) -> int:
     for step, group, reward in scored:
         groups.setdefault((step, group), set()).add(reward)
     sampled = [lp for t in trajectories for lp, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask]
-    ends = Counter(str(t.stop_reason) for t in trajectories)
+    firsts = [(step, played[0]) for step, played in episodes]
+    last: dict[tuple[int | None, int, int], int] = {}
+    for step, t in firsts:
+        place = step, t.task.group, t.member
+        last[place] = max(last.get(place, 0), t.attempt)
+    replaced = sum(t.attempt < last[step, t.task.group, t.member] for step, t in firsts)
     figures: dict[str, Any] = {
         "trajectories": len(trajectories),
         "trainable": sum(t.is_trainable for t in trajectories),
@@ -193,7 +199,7 @@ def stats(args: Stats, console: Console) -> int:
     }
     branches = [t.branch for t in trajectories]
     figures |= {
-        "episodes": len(episodes),
+        "episodes": len(episodes) - replaced,
         "mean reward": _mean([reward for _, _, reward in scored]),
         "groups whose rewards differ": f"{sum(len(g) > 1 for g in groups.values())} of {len(groups)}",
         "episodes with several branches": sum(b == 1 for b in branches),
@@ -202,7 +208,9 @@ def stats(args: Stats, console: Console) -> int:
         "mean turns": _mean([len(t.turns) for t in trajectories]),
         "longest trajectory": max((len(t.tokens) for t in trajectories), default=0),
         "weight versions": ", ".join(dict.fromkeys(v for t in trajectories for v in t.weight_versions if v)) or "-",
-        "ends": ", ".join(f"{name} {count}" for name, count in ends.most_common()),
+        "ends by fault": describe_ends([(t.stop_reason, t.fault) for _, t in firsts if t.stop_reason is not None])
+        or "-",
+        "replaced episodes": replaced,
     }
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in figures.items():

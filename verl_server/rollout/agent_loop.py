@@ -26,17 +26,20 @@ from verl_server.messages.results import SchedulerInfo
 from verl_server.rollout.engine_pool import EnginePool, check_alike, stranded
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
+from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.lockstep import play_in_lockstep
 from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.renderer import Renderer, TokenizerRenderer
+from verl_server.rollout.replacements import Replacements, attempt_seed, pause_before
 from verl_server.rollout.running_loop import is_loop_running, refuse_running_loop, run_all
 from verl_server.rollout.stragglers import StragglerWatch
-from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, is_unsampled
+from verl_server.rollout.trajectory import Event, Fault, StopReason, Task, Trajectory, is_unsampled
 from verl_server.rollout.unsampled import UnsampledNotice
 
 T = TypeVar("T")
 
 OnFinish = Callable[[Trajectory], None]
+_GENERATION_FAILED = (StopReason.GENERATION_ERROR, StopReason.GENERATION_TIMEOUT)
 
 
 class Rollout(msgspec.Struct, kw_only=True):
@@ -46,6 +49,8 @@ class Rollout(msgspec.Struct, kw_only=True):
     """One trajectory for each task, in the order of the tasks."""
     seconds: float
     """Wall time of the whole run."""
+    replaced: list[Trajectory] = []
+    """Episodes that the infrastructure ended and that others replaced, in the order of their ends."""
 
 
 class AgentLoop:
@@ -64,6 +69,8 @@ class AgentLoop:
         sampling_params: dict[str, Any] | None = None,
         limits: Limits | None = None,
         max_concurrency: int | None = None,
+        faults: FaultRules | None = None,
+        replacements: int = 0,
     ) -> None:
         """Connect to the engines: a URL or an engine object, or a list of them, which serve one model.
 
@@ -72,7 +79,11 @@ class AgentLoop:
         `environment` is the URL of an environment server, or a function that returns the client of one environment.
         `max_concurrency` is the largest number of episodes, hence of environments, at one time (None: no bound).
         A renderer of this package separates the policy's reasoning from its answer as the engine's chat routes do.
+        `faults` says which ends are the policy's. `replacements` bounds the episodes of each group and run that replace
+        others, which the infrastructure ended.
         """
+        if replacements < 0:
+            raise BadRequestError(f"replacements must be at least 0, not {replacements}.")
         if max_concurrency is not None and max_concurrency < 1:
             raise BadRequestError(f"max_concurrency must be at least 1 or None, not {max_concurrency}.")
         given = [engine] if isinstance(engine, EngineBase | str) else list(engine)
@@ -84,6 +95,8 @@ class AgentLoop:
             self._detach()
             raise
         self.limits = limits or Limits()
+        self._faults = faults or FaultRules()
+        self._replacements = replacements
         self._environment = environment
         if isinstance(renderer, TokenizerRenderer):
             renderer = renderer.for_server(self.engines[0].server_args.reasoning_parser)
@@ -121,7 +134,7 @@ class AgentLoop:
     # -- each at its own pace -------------------------------------------------------------------------------
 
     def run(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
-        """Play all tasks. `on_finish` is called with each trajectory when it ends.
+        """Play all tasks. `on_finish` is called with each trajectory when it ends, also with those that are replaced.
 
         A fault ends its own trajectory only. Raise ServerUnavailableError if every trajectory failed to generate.
         """
@@ -149,22 +162,42 @@ class AgentLoop:
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
 
+        left = Replacements(self._replacements)
+        replaced: list[Trajectory] = []
+
+        async def is_replaced(trajectory: Trajectory) -> bool:
+            """Return True if another episode takes the place of this one, which has ended. Wait before it begins."""
+            group = trajectory.task.group
+            if trajectory.fault is not Fault.INFRASTRUCTURE or not left.has_left(group):
+                return False
+            await asyncio.sleep(pause_before(trajectory.attempt + 1))
+            return not watch.has_cut and left.take(group)
+
+        async def attempt(task: Task, number: int) -> tuple[Trajectory, bool]:
+            waited = clock()
+            episode = self._episode(task, clock, number)
+            episode.trajectory.events.append(Event("queue", 0.0, waited))
+            with watch.playing(episode):
+                trajectory = await episode.play(server)
+                server.close_session(episode.session_id)
+                self._ended(trajectory, on_finish)
+                if another := await is_replaced(trajectory):
+                    watch.expect_replacement()
+            return trajectory, another
+
         async def play(task: Task) -> Trajectory:
             async with slots:
-                waited = clock()
-                episode = self._episode(task, clock)
-                episode.trajectory.events.append(Event("queue", 0.0, waited))
-                with watch.playing(episode):
-                    trajectory = await episode.play(server)
-            server.close_session(episode.session_id)
-            self._ended(trajectory, on_finish)
+                trajectory, another = await attempt(task, 0)
+                while another:
+                    replaced.append(trajectory)
+                    trajectory, another = await attempt(task, trajectory.attempt + 1)
             return trajectory
 
         restart_timeout = self.limits.restart_timeout if version is None else math.inf
         async with EnginePool(self.engines, restart_timeout, version) as server:
             with watch:
                 trajectories = await run_all(play(task) for task in tasks)
-        return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
+        return self._checked(Rollout(trajectories=trajectories, seconds=clock(), replaced=replaced))
 
     def start(
         self, tasks: Sequence[Task], on_finish: OnFinish | None = None, *, version: str | None = None
@@ -213,14 +246,21 @@ class AgentLoop:
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _episode(self, task: Task, clock: Callable[[], float]) -> Episode:
+    def _episode(self, task: Task, clock: Callable[[], float], attempt: int = 0) -> Episode:
+        """Return an attempt at a task. Each attempt has a sampling seed of its own."""
+        if task.sampling_seed is not None:
+            task = msgspec.structs.replace(task, sampling_seed=attempt_seed(task.sampling_seed, attempt))
         if isinstance(self._environment, str):
             environment: EnvClient = RemoteEnvironment(self._environment, self.limits.env)
         else:
             environment = self._environment()
-        return Episode(task, environment, self._renderer, self._sampling_params, self.limits, self._capacity, clock)
+        renderer, sampling = self._renderer, self._sampling_params
+        episode = Episode(task, environment, renderer, sampling, self.limits, self._capacity, clock)
+        episode.trajectory.attempt = attempt
+        return episode
 
     def _ended(self, trajectory: Trajectory, on_finish: OnFinish | None) -> None:
+        self._faults.settle(trajectory)
         if is_unsampled([trajectory]):
             task = trajectory.task
             name = task.episode_id or f"with the seed {task.seed}"
@@ -230,7 +270,7 @@ class AgentLoop:
 
     def _checked(self, rollout: Rollout) -> Rollout:
         """Return `rollout`. Raise ServerUnavailableError, for the server is at fault, if every generation failed."""
-        failed = [t for t in rollout.trajectories if t.stop_reason is StopReason.GENERATION_ERROR]
+        failed = [t for t in rollout.trajectories if t.stop_reason in _GENERATION_FAILED]
         if failed and len(failed) == len(rollout.trajectories):
             raise ServerUnavailableError(f"No generation succeeded. The last error: {failed[-1].error}")
         return rollout

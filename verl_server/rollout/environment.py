@@ -60,6 +60,10 @@ class EnvBusyError(EnvError):
     """The server has no room for another environment now."""
 
 
+class ActionRefusedError(EnvError):
+    """The environment refused an action: it violates the schema of actions."""
+
+
 class Environment(Protocol):
     """The interface that a user implements. An environment plays one episode at a time. Both methods may be `async`.
 
@@ -67,7 +71,7 @@ class Environment(Protocol):
 
     - `action_schema`, a JSON schema. An action that violates it is refused with VALIDATION_ERROR and the name of the
       field. `step` is not called, and the episode goes on: the client may send another action. An `AgentLoop` sends
-      none and ends the episode as ENV_ERROR, without a reward. So the schema should describe how a renderer packs the
+      none and ends the episode as ACTION_REFUSED. So the schema should describe how a renderer packs the
       policy's text, and `step` should judge what the text says.
     - `observation_schema`, a JSON schema that clients can ask for. Observations are not checked.
     - Methods with the decorator `verl_server.rollout.environments.tools.tool`, which clients call by name at `/mcp`, or
@@ -225,7 +229,7 @@ class RemoteEnvironment:
             return await socket.recv()
 
         raw = await self._bounded(exchange, bound, f"answer `{message['type']}`")
-        return _payload(raw, answer, self.url)
+        return _payload(raw, answer, self.url, message["type"])
 
     async def _bounded(self, work: Callable[[], Awaitable[T]], bound: str, what: str) -> T:
         timeout = getattr(self._timeouts, bound)
@@ -276,8 +280,11 @@ def _is_local(url: str) -> bool:
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
-def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
-    """Return the `data` of a message of type `answer`. Raise EnvError for any other message."""
+def _payload(raw: str | bytes, answer: str, url: str, request: str) -> dict[str, Any]:
+    """Return the `data` of a message of type `answer`, which answers one of type `request`.
+
+    Raise EnvError for any other message: ActionRefusedError if a `step` was refused.
+    """
     try:
         message = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -288,6 +295,8 @@ def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
     if message.get("type") == "error":
         code = str(data.get("code", "UNKNOWN"))
         text = f"{url} reports {code}: {str(data.get('message', 'no message'))[:1000]}"
+        if code == "VALIDATION_ERROR" and request == "step":
+            raise ActionRefusedError(text)
         raise EnvBusyError(text) if code == "CAPACITY_REACHED" else EnvError(text)
     if message.get("type") != answer:
         raise EnvError(f"{url} answered with type {message.get('type')!r} instead of {answer!r}.")

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl_server.errors import BadRequestError, ContextLengthError, VerlServerError
-from verl_server.rollout.environment import Action, EnvError, EnvTimeoutError, EnvTimeouts, StepResult, check_seconds
+from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError, VerlServerError
+from verl_server.rollout.environment import Action, EnvError, EnvTimeouts, StepResult, check_seconds
+from verl_server.rollout.environment_ends import end_of
 from verl_server.rollout.renderer import ActionError, Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 from verl_server.sampling_params import EDITS, FILTERS, GRAMMARS
@@ -62,7 +63,7 @@ class Limits:
     max_tokens: int | None = None
     """Most tokens in the trajectory, observations included. The episode ends as MAX_TOKENS."""
     generate_timeout: float = 600.0
-    """Time for the generation of one turn. The episode ends as GENERATION_ERROR."""
+    """Time for the generation of one turn. The episode ends as GENERATION_TIMEOUT."""
     trajectory_timeout: float = 3600.0
     """Time for the whole episode, without its wait for a place. The episode ends as TIME_LIMIT."""
     restart_timeout: float = 300.0
@@ -274,14 +275,16 @@ class Episode:
         }
 
     def fail(self, error: Exception) -> None:
-        """End the trajectory because of an error in the generation, for which the policy is not responsible.
+        """End the trajectory because of an error in the generation.
 
         A server that refuses the length of the tokens ends it as a full context.
         """
         if isinstance(error, ContextLengthError):
             self.trajectory.finish(StopReason.CONTEXT_FULL, str(error))
             return
-        self.trajectory.finish(StopReason.GENERATION_ERROR, f"{type(error).__name__}: {error}")
+        is_late = isinstance(error, ControlTimeoutError)
+        reason = StopReason.GENERATION_TIMEOUT if is_late else StopReason.GENERATION_ERROR
+        self.trajectory.finish(reason, f"{type(error).__name__}: {error}")
 
     # -- bookkeeping ----------------------------------------------------------------------------------------
 
@@ -297,10 +300,8 @@ class Episode:
     def _env_faults(self) -> Iterator[None]:
         try:
             yield
-        except EnvTimeoutError as error:
-            self.trajectory.finish(StopReason.ENV_TIMEOUT, str(error))
         except EnvError as error:
-            self.trajectory.finish(StopReason.ENV_ERROR, str(error))
+            self.trajectory.finish(end_of(error), str(error))
 
 
 def _output(result: dict[str, Any]) -> tuple[list[int], list[float], list[str], str]:

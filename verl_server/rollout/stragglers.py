@@ -25,6 +25,8 @@ class StragglerWatch:
         self._not_started = episodes
         self._running: set[Episode] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self.has_cut = False
+        """True once the last episodes were ended. No replacement may begin then, because nothing would end it."""
 
     @contextlib.contextmanager
     def playing(self, episode: Episode) -> Iterator[None]:
@@ -38,6 +40,10 @@ class StragglerWatch:
             self._running.discard(episode)
             self._start_timer()
 
+    def expect_replacement(self) -> None:
+        """Count one more episode that has not started, in the place of one that ends now."""
+        self._not_started += 1
+
     @property
     def _ended(self) -> int:
         return self._episodes - self._not_started - len(self._running)
@@ -48,6 +54,7 @@ class StragglerWatch:
         self._timer = asyncio.get_running_loop().call_later(self._timeout, self._cut)
 
     def _cut(self) -> None:
+        self.has_cut = True
         for episode in list(self._running):
             episode.cut(
                 StopReason.STRAGGLER,

@@ -1,8 +1,8 @@
 """`Trajectory`: the record of one episode, token by token.
 
 An `Episode` fills it; the trainer and the report read it. `tokens` is exactly what the policy read and sampled, never
-text that was tokenized again. An episode that ended for a reason outside the policy has no reward, so that a failure of
-the environment or the server is not counted as a failure of the policy.
+text that was tokenized again. Each end has a fault (`faults`): an episode that the environment or the server ended has
+no reward, so that their failure is not counted as a failure of the policy.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ class StopReason(StrEnum):
     ENV_TIMEOUT = "env_timeout"
     """The environment did not answer one call in time."""
     ENV_ERROR = "env_error"
-    """The environment failed, refused an action, or its server was full."""
+    """The environment failed, or its server was full."""
+    ACTION_REFUSED = "action_refused"
+    """The environment refused an action of the policy (VALIDATION_ERROR)."""
     GENERATION_ERROR = "generation_error"
-    """The rollout server failed, or did not answer in time."""
+    """The rollout server failed."""
+    GENERATION_TIMEOUT = "generation_timeout"
+    """The rollout server did not answer a turn within `Limits.generate_timeout`."""
     ABORTED = "aborted"
     """The caller cancelled the rollout, or the server aborted the generation again and again."""
     AGENT_ERROR = "agent_error"
@@ -54,9 +58,20 @@ class StopReason(StrEnum):
     """The agent's session ended on the server, or the server went away for too long."""
 
     @property
-    def is_scored(self) -> bool:
-        """True if the policy is responsible for the end, so that the trajectory has a reward."""
+    def is_regular(self) -> bool:
+        """True if the environment ended the episode, or a limit of turns or tokens did: nothing failed."""
         return self in (StopReason.DONE, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL)
+
+
+class Fault(StrEnum):
+    """Who is responsible for the end of an episode. `rollout.faults` has the fault of each `StopReason`."""
+
+    POLICY = "policy"
+    """The policy: the episode is scored, and gets no second try."""
+    INFRASTRUCTURE = "infrastructure"
+    """The environment, the server or the caller: another episode may replace this one, which has no reward."""
+    UNKNOWN = "unknown"
+    """Either of them: the episode has no reward and is not replaced."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +155,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Sum of the turns' rewards, None if the episode has no reward."""
     stop_reason: StopReason | None = None
     """Reason for the end of the episode, None while the episode runs."""
+    fault: Fault | None = None
+    """Who is responsible for the end. None while the episode runs, and in records of an earlier version."""
     error: str | None = None
     """Cause of the episode's failure, None if the episode did not fail."""
     resumes: int = 0
@@ -153,7 +170,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     member: int = 0
     """Number of the episode among those of its group."""
     attempt: int = 0
-    """Number of attempts at the same task that ended without a reward before this one."""
+    """Number of episodes that this one and others replaced before it, because the infrastructure had ended them."""
 
     @property
     def is_trainable(self) -> bool:
@@ -243,7 +260,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
         return self.tokens[start:end]
 
     def finish(self, reason: StopReason, error: str | None = None) -> None:
-        """Set the stop reason, and the reward if the reason has one. Later calls change nothing."""
+        """Set the stop reason, and the sum of rewards if the end is regular. Later calls change nothing.
+
+        `FaultRules.settle` then sets the fault and the reward of other ends.
+        """
         if self.stop_reason is not None:
             return
         self.stop_reason = reason
@@ -251,7 +271,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
         rewards = [turn.reward for turn in self.turns if turn.reward is not None]
         if reason is StopReason.DONE:
             self.reward = sum(rewards) if rewards else None  # no turn had a reward
-        elif reason.is_scored:
+        elif reason.is_regular:
             self.reward = sum(rewards)
 
 
@@ -261,21 +281,21 @@ _KNOWN: tuple[PolicyLogprobs, ...] = ("same", "given", "unknown")
 def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     """Return the trajectories of each episode, in the order of the episodes' first trajectories.
 
-    The branches of an agent's episode have its group and member; sub-agents' sessions belong to it. A trajectory
-    without a session is an episode of its own.
+    The branches of an agent's episode have its group, member and attempt; sub-agents' sessions belong to it. A
+    trajectory without a session is an episode of its own.
     """
-    episodes: dict[tuple[int, int] | int, list[Trajectory]] = {}
+    episodes: dict[tuple[int, int, int] | int, list[Trajectory]] = {}
     for number, trajectory in enumerate(trajectories):
-        place = (trajectory.task.group, trajectory.member) if trajectory.session else number
+        place = (trajectory.task.group, trajectory.member, trajectory.attempt) if trajectory.session else number
         episodes.setdefault(place, []).append(trajectory)
     return list(episodes.values())
 
 
 def is_unsampled(branches: Sequence[Trajectory]) -> bool:
-    """Return True if the episode with these branches has a reward or a scored end, and no sampled token."""
+    """Return True if the episode with these branches has a reward or a regular end, and no sampled token."""
     first = branches[0]
-    is_scored = first.stop_reason is not None and first.stop_reason.is_scored
-    return (is_scored or first.reward is not None) and not any(any(branch.loss_mask) for branch in branches)
+    is_regular = first.stop_reason is not None and first.stop_reason.is_regular
+    return (is_regular or first.reward is not None) and not any(any(branch.loss_mask) for branch in branches)
 
 
 class RolloutStats(msgspec.Struct, kw_only=True):

@@ -75,6 +75,7 @@ class AgentGroups:
         self._forced_mode = args.agent_sampling
         self._warned: set[str] = set()
         self._max_concurrency = args.max_concurrency
+        self._faults, self._replacements = args.faults, args.replacements
         self._group_size = args.grpo.group_size
         self._name = args.env_url or args.tasks or ""
         self._engines: Sequence[HttpServerEngineAdapter] = ()
@@ -129,16 +130,17 @@ class AgentGroups:
     ) -> Rollout:
         """Play the tasks of whole groups, each `group_size` tasks in a row. `on_finish` is called with each branch.
 
-        With `version`, sessions begin only on servers whose weights have this version. Episodes without a reward are
-        not tried again. A fault of one episode raises nothing. Raise BadRequestError if a token to train on has no
-        known log-probability under the policy.
+        With `version`, sessions begin only on servers whose weights have this version. Episodes that the infrastructure
+        ended are replaced, within the bound `--replacements` of their group. A fault of one episode raises nothing.
+        Raise BadRequestError if a token to train on has no known log-probability under the policy.
         """
         assert self._engines, "serving() comes first"
         trajectories: list[Trajectory] = []
+        replaced: list[Trajectory] = []
 
         def keep(episode: AgentEpisode) -> None:
             branches = _branches(episode, tasks[episode.index * self._group_size + episode.member])
-            trajectories.extend(branches)
+            (trajectories if episode.final else replaced).extend(branches)
             if on_finish is not None:
                 for branch in branches:
                     on_finish(branch)
@@ -151,7 +153,9 @@ class AgentGroups:
             environment=self._environment,
             group_size=self._group_size,
             limits=self._limits,
-            retries=0,
+            retries=self._replacements,
+            replacements=self._replacements,
+            faults=self._faults,
             max_concurrency=self._max_concurrency,
             sampling_params=self._sampling_params,
             forced_sampling_params=self._forced,
@@ -165,7 +169,7 @@ class AgentGroups:
         trajectories.sort(key=lambda t: places[t.task.episode_id])  # stable: branches keep their order
         self._warn(trajectories)
         check_usable([trajectory for trajectory in trajectories if trajectory.is_trainable], self._temperature)
-        return Rollout(trajectories=trajectories, seconds=played.seconds)
+        return Rollout(trajectories=trajectories, seconds=played.seconds, replaced=replaced)
 
     def _warn(self, trajectories: Sequence[Trajectory]) -> None:
         """Log once for each sampling parameter that the agent set and that was overridden."""
@@ -202,7 +206,13 @@ def _branches(episode: AgentEpisode, task: Task) -> list[Trajectory]:
     task = msgspec.structs.replace(task, sampling_seed=episode.seed)
     branches = episode_trajectories(episode) or [
         Trajectory(
-            task=task, reward=episode.reward, stop_reason=episode.reason, error=episode.error, member=episode.member
+            task=task,
+            reward=episode.reward,
+            stop_reason=episode.reason,
+            fault=episode.fault,
+            error=episode.error,
+            member=episode.member,
+            attempt=episode.attempt,
         )
     ]
     for branch in branches:

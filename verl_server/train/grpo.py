@@ -57,8 +57,8 @@ def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) ->
     An episode of an agent may have several branches. The episode counts once in its group, and each of its branches
     gets the episode's advantage. Tokens that branches share are in the loss mask of one of them only.
 
-    Two kinds are omitted: episodes without a reward (the environment or the server failed), and groups with equal
-    rewards, because their advantages are 0. `normalize_std` divides by the standard deviation of the group.
+    Two kinds are omitted: episodes without a reward (their end is not the policy's, see `rollout.faults`), and groups
+    with equal rewards, because their advantages are 0. `normalize_std` divides by the standard deviation of the group.
     """
     groups: dict[int, list[list[Trajectory]]] = {}
     for branches in by_episode(t for t in trajectories if t.is_trainable):
@@ -301,7 +301,7 @@ class GRPO:
                 self.version = self.next_step
                 self.push()
                 metrics.sync_seconds = time.monotonic() - trained
-        return Step(metrics, rollout, report.failures)
+        return Step(metrics, rollout, report.failures + report.replaced)
 
     def progress(self) -> Progressing:
         """Return the progress of this rank, also after an error inside a step.
@@ -365,6 +365,7 @@ class GRPO:
                 env_url=self.player.environment_url,
                 server_url=", ".join(self.servers.urls),
                 by_agent=self.player.is_agent,
+                replaced=rollout.replaced,
             )
             return msgspec.msgpack.encode(report)
 

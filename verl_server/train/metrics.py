@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from verl_server.logprob_gap import LogprobGap
+from verl_server.rollout.faults import fault_of
 from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode, is_unsampled
 from verl_server.rollout.unsampled import is_too_long, remedy
 
+_SERVER_FAILED = (StopReason.GENERATION_ERROR, StopReason.GENERATION_TIMEOUT)
+
 
 class Failure(msgspec.Struct, kw_only=True):
-    """An episode that ended with an error of the environment or the server; one line of errors.jsonl."""
+    """An episode that failed: it did not end by the environment or at a limit; one line of errors.jsonl."""
 
     step: int
     rank: int
@@ -33,6 +36,38 @@ class Failure(msgspec.Struct, kw_only=True):
     episode_id: str | None
     turns: int
     """Number of turns that the episode had begun."""
+    fault: str
+    """Who is responsible: policy, infrastructure or unknown."""
+    attempt: int = 0
+    """Number of episodes that were replaced before this one in the same place of the group."""
+    replaced: bool = False
+    """True if another episode took the place of this one."""
+
+
+class Means(msgspec.Struct):
+    """Sums of a kind of episodes, whose means can be merged."""
+
+    episodes: int = 0
+    reward: float = 0.0
+    tokens: int = 0
+    """Sampled tokens."""
+
+    def __add__(self, other: Means) -> Means:
+        return Means(self.episodes + other.episodes, self.reward + other.reward, self.tokens + other.tokens)
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.reward / self.episodes if self.episodes else None
+
+    @property
+    def mean_tokens(self) -> float | None:
+        return self.tokens / self.episodes if self.episodes else None
+
+    @staticmethod
+    def of(episodes: Sequence[Sequence[Trajectory]]) -> Means:
+        """Return the sums of `episodes`, each of which is its branches."""
+        rewards = sum(branches[0].reward or 0.0 for branches in episodes)
+        return Means(len(episodes), rewards, sum(t.sampled_tokens for branches in episodes for t in branches))
 
 
 class RolloutReport(msgspec.Struct, kw_only=True):
@@ -65,6 +100,15 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     """Wall time of the rollout. After a merge, it is the time of the slowest rank."""
     stop_reasons: dict[str, int] = {}
     failures: list[Failure] = []
+    """The failed episodes that no other one replaced."""
+    replaced: list[Failure] = []
+    """The failed episodes that others replaced. They are in no other figure but `lost`."""
+    lost: Means = msgspec.field(default_factory=Means)
+    """The episodes that others replaced."""
+    replacing: Means = msgspec.field(default_factory=Means)
+    """The scored episodes that replaced others."""
+    original: Means = msgspec.field(default_factory=Means)
+    """The scored episodes that replaced no other one."""
 
     @property
     def mean_reward(self) -> float | None:
@@ -110,38 +154,44 @@ def report_rollout(
     env_url: str,
     server_url: str,
     by_agent: bool = False,
+    replaced: Sequence[Trajectory] = (),
 ) -> RolloutReport:
     """Return the report of this rank's episodes. `kept` is the number of episodes that the step learns from.
 
-    The branches of an agent's episode count as one episode. An error of an episode with a reward is no failure: a
-    limit of its session may have ended the agent with an exception.
+    `replaced` are the episodes that others replaced. The branches of an agent's episode count as one episode. An error
+    of an episode with a reward and a regular end is no failure: a limit of its session may have ended the agent with an
+    exception.
     """
     episodes = by_episode(trajectories)
     firsts = [branches[0] for branches in episodes]
     unsampled = [branches[0] for branches in episodes if is_unsampled(branches)]
-    rewards = [b[0].reward for b in episodes if b[0].reward is not None and not is_unsampled(b)]
-    failures = [
-        Failure(
+    scored = [b for b in episodes if b[0].reward is not None and not is_unsampled(b)]
+
+    def failure(t: Trajectory, replaced: bool) -> Failure:
+        assert t.stop_reason is not None
+        return Failure(
             step=step,
             rank=rank,
-            url=server_url if t.stop_reason is StopReason.GENERATION_ERROR else env_url,
+            url=server_url if t.stop_reason in _SERVER_FAILED else env_url,
             stop_reason=str(t.stop_reason),
-            error=t.error,
+            error=t.error or str(t.stop_reason),
             seed=t.task.seed,
             group=t.task.group,
             episode_id=t.task.episode_id,
             turns=len(t.turns),
+            fault=str(fault_of(t.stop_reason, t.fault)),
+            attempt=t.attempt,
+            replaced=replaced,
         )
-        for t in firsts
-        if t.error is not None and t.reward is None
-    ]
+
+    lost = by_episode(replaced)
     return RolloutReport(
         episodes=len(episodes),
-        scored=len(rewards),
+        scored=len(scored),
         unsampled=len(unsampled),
         too_long=sum(is_too_long(t.stop_reason) for t in unsampled),
         by_agent=by_agent,
-        reward=sum(rewards),
+        reward=sum(b[0].reward or 0.0 for b in scored),
         trainable=sum(any(t.is_trainable for t in branches) for branches in episodes),
         kept=kept,
         turns=sum(len(t.turns) for t in trajectories),
@@ -151,8 +201,18 @@ def report_rollout(
         env_seconds=sum(t.seconds("env") for t in trajectories),
         seconds=seconds,
         stop_reasons=dict(Counter(str(t.stop_reason) for t in firsts)),
-        failures=failures,
+        failures=[failure(t, False) for t in firsts if _has_failed(t)],
+        replaced=[failure(branches[0], True) for branches in lost],
+        lost=Means.of(lost),
+        replacing=Means.of([b for b in scored if b[0].attempt]),
+        original=Means.of([b for b in scored if not b[0].attempt]),
     )
+
+
+def _has_failed(t: Trajectory) -> bool:
+    if t.error is None or t.stop_reason is None:
+        return False
+    return t.reward is None or not t.stop_reason.is_regular
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
@@ -177,6 +237,10 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         seconds=max(r.seconds for r in reports),
         stop_reasons=dict(reasons.most_common()),
         failures=[failure for r in reports for failure in r.failures],
+        replaced=[failure for r in reports for failure in r.replaced],
+        lost=sum((r.lost for r in reports), Means()),
+        replacing=sum((r.replacing for r in reports), Means()),
+        original=sum((r.original for r in reports), Means()),
     )
 
 
@@ -212,7 +276,8 @@ class StepMetrics:
     trajectories: int
     """Number of episodes."""
     failed: int
-    """Episodes that ended with an error of the environment or the server; each is in errors.jsonl."""
+    """Episodes that failed and that no other one replaced; each is in errors.jsonl. Those of the policy have a reward,
+    and are trained on."""
     trainable: int
     """Episodes that have a reward and at least one token to train on."""
     kept: int
@@ -264,6 +329,22 @@ class StepMetrics:
     unsampled: int = 0
     """Episodes that end with a reward or at a limit, and in which the policy sampled no token. They are in no mean
     reward, and are not trained on."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Fault (policy, infrastructure, unknown) -> number of failed episodes, with those that were replaced."""
+    replaced: int = 0
+    """Episodes that the infrastructure ended and others replaced. They are in errors.jsonl and in no other figure but
+    `failures` and `replaced_tokens`."""
+    replaced_tokens: float | None = None
+    """Mean number of tokens that were sampled in episodes that others replaced. None if there are none."""
+    replacing_reward: float | None = None
+    """Mean reward of the scored episodes that replaced others. If it differs from `original_reward` over many steps,
+    the faults depend on what the policy does."""
+    replacing_tokens: float | None = None
+    """Mean number of sampled tokens of the same episodes."""
+    original_reward: float | None = None
+    """Mean reward of the scored episodes that replaced no other one."""
+    original_tokens: float | None = None
+    """Mean number of sampled tokens of the same episodes."""
 
 
 def describe_rollout(
@@ -293,6 +374,13 @@ def describe_rollout(
         env_seconds=report.env_seconds / episodes,
         skipped=report.obstacle(),
         unsampled=report.unsampled,
+        failures=dict(Counter(failure.fault for failure in report.failures + report.replaced)),
+        replaced=len(report.replaced),
+        replaced_tokens=report.lost.mean_tokens,
+        replacing_reward=report.replacing.mean_reward,
+        replacing_tokens=report.replacing.mean_tokens,
+        original_reward=report.original.mean_reward,
+        original_tokens=report.original.mean_tokens,
     )
 
 

@@ -18,6 +18,7 @@ from verl_server.errors import BadRequestError
 from verl_server.files.path_options import OutputPath
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
+from verl_server.rollout.faults import FaultRules
 from verl_server.server_args import ServerArgs
 from verl_server.train.ranks import SAVE_TIMEOUT
 from verl_server.train.servers import MAX_RELAUNCHES
@@ -151,6 +152,10 @@ class TrainArgs:
     )
     max_concurrency: int | None = None
     """Most episodes at one time. None is no bound. Each rank has its own."""
+    replacements: int = 2
+    """Most episodes of a group and step that replace others, which the infrastructure ended (failed environments and
+    servers). A replacement has the environment's seed of the lost episode, and another seed of sampling."""
+    faults: Annotated[FaultRules, tyro.conf.arg(name="")] = field(default_factory=FaultRules)
     rank_timeout: float = RANK_TIMEOUT
     """Seconds that one rank waits for another. Must exceed --trajectory-timeout."""
     save_timeout: float = SAVE_TIMEOUT
@@ -169,8 +174,10 @@ class TrainArgs:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.max_skipped_steps < 1 or self.logprob_chunk < 1:
             raise BadRequestError("--steps, --max-skipped-steps and --logprob-chunk must be at least 1.")
-        if self.save_every < 0 or self.retry_pause < 0 or self.max_relaunches < 0:
-            raise BadRequestError("--save-every, --retry-pause and --max-relaunches must not be negative.")
+        if self.save_every < 0 or self.retry_pause < 0 or min(self.max_relaunches, self.replacements) < 0:
+            raise BadRequestError(
+                "--save-every, --retry-pause, --max-relaunches and --replacements must not be negative."
+            )
         if len(set(self.server_urls)) < len(self.server_urls):
             raise BadRequestError(f"--server names one server twice: {' '.join(self.server_urls)}.")
         if self.rank_timeout <= self.limits.trajectory_timeout:

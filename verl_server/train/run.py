@@ -102,7 +102,7 @@ class Step:
     rollout: Rollout
     """The episodes of this rank."""
     failures: list[Failure]
-    """The failed episodes of all ranks."""
+    """The failed episodes of all ranks, with those that were replaced."""
 
 
 class Algorithm(Protocol):
@@ -275,6 +275,8 @@ def _player(
                 sampling_params={"temperature": args.grpo.temperature},
                 limits=args.limits,
                 max_concurrency=args.max_concurrency,
+                faults=args.faults,
+                replacements=args.replacements,
             )
         )
 
@@ -290,14 +292,15 @@ def _run_steps(args: TrainArgs, run: Algorithm, folder: RunFolder, stop: StopReq
             if run.next_step == number:
                 _keep_untrained(folder, number, finished)
             raise
-        folder.record_trajectories(number, dist.get_rank(), step.rollout.trajectories)
+        folder.record_trajectories(number, dist.get_rank(), [*step.rollout.trajectories, *step.rollout.replaced])
         if dist.get_rank() == 0:
             folder.record(step.metrics, step.failures)
             print(describe_step(step.metrics), flush=True)
             if step.failures and step.metrics.skipped is None:
-                failed, episodes = step.metrics.failed, step.metrics.trajectories
-                errors = count_errors(step.failures)
-                logger.warning("Step %d: %d of %d episodes failed: %s", step.metrics.step, failed, episodes, errors)
+                m, errors = step.metrics, count_errors(step.failures)
+                replaced = f", {m.replaced} more were replaced" if m.replaced else ""
+                text = "Step %d: %d of %d episodes failed%s: %s"
+                logger.warning(text, m.step, m.failed, m.trajectories, replaced, errors)
         with stop.interruptible():
             skipped.note(step.metrics)
         if args.save_every and run.next_step % args.save_every == 0:

@@ -54,6 +54,7 @@ MAY_DIFFER = {
     "limits.straggler_fraction": _TIME,
     "limits.env.*": _TIME,
     "max_relaunches": _END,
+    "replacements": "it bounds how often the infrastructure may fail",
     "server_url": "the server may be another one",
     "server_urls": "the servers may be others",
 } | {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode
+from verl_server.rollout.trajectory import Fault, StopReason, Trajectory, by_episode
 from verl_server.weight_version import WeightVersion
 
 
@@ -33,6 +33,7 @@ def leave_out_other_versions(trajectories: Sequence[Trajectory], version: Weight
         )
         for branch in branches:
             branch.reward, branch.stop_reason, branch.error = None, StopReason.GENERATION_ERROR, error
+            branch.fault = Fault.INFRASTRUCTURE
 
 
 def _sampled(trajectory: Trajectory) -> list[str]:

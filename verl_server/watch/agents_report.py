@@ -65,7 +65,7 @@ def _rewards(final: Sequence[EpisodeLine]) -> str:
 
 def _ends(lines: Sequence[EpisodeLine]) -> str:
     counts = Counter(str(entry.reason) for entry in lines)
-    note = "Every attempt. An attempt that ended for a reason outside the policy has no reward and is tried again."
+    note = "Every attempt. One that the infrastructure ended has no reward, and another one replaces it."
     return section("How attempts ended", _bars(counts.most_common()), note)
 
 

@@ -1,6 +1,7 @@
 """`TrajectoryFile`: the file of `verl-server rollout --out`, with the settings of the run in FILE.run.json beside it.
 
-Each trajectory is appended when it ends. A resumed run keeps the episodes that the policy ended, and plays the others.
+Each trajectory is appended when it ends. A resumed run plays those again that the infrastructure ended, or in which the
+policy sampled no token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.json_files import whole_lines
 from verl_server.files.json_values import jsonable
 from verl_server.files.run_output import Claim, check_settings, claim_file, store_settings, stored_settings
-from verl_server.rollout.trajectory import Trajectory, append_jsonl, is_unsampled, read_jsonl, read_trajectory
+from verl_server.rollout.trajectory import Fault, Trajectory, append_jsonl, read_jsonl, read_trajectory
 from verl_server.watch.pipe_output import PipeOutput, is_no_regular_file
 
 logger = logging.getLogger(__name__)
@@ -141,8 +142,8 @@ class TrajectoryFile:
     def _read(self) -> None:
         """Record the episodes in the file.
 
-        Drop a last line that was cut off, and episodes that the policy did not end or had no part in. If an episode has
-        several lines, keep the last one.
+        Drop a last line that was cut off, and episodes that the infrastructure ended or the policy had no part in. If
+        an episode has several lines, keep the last one.
         """
         repeated = 0
         for where, line in whole_lines(self.file):
@@ -154,8 +155,7 @@ class TrajectoryFile:
                     f"A line is damaged: {fault}. Remove the line, and --resume plays its episode again; or begin "
                     "another run with another --out."
                 ) from None
-            reason = trajectory.stop_reason
-            if reason is not None and reason.is_scored and not is_unsampled([trajectory]):
+            if _is_complete(trajectory):
                 place = trajectory.task.seed, trajectory.member
                 repeated += place in self._kept
                 self._kept.pop(place, None)
@@ -165,3 +165,12 @@ class TrajectoryFile:
                 "%s has %d lines of episodes that have another line further down. The last line of each is kept.",
                 *(self.file, repeated),
             )
+
+
+def _is_complete(trajectory: Trajectory) -> bool:
+    """Return True if a resumed run does not play the episode again. A slow or failing policy gets no second try."""
+    reason = trajectory.stop_reason
+    if reason is None or not any(trajectory.loss_mask):
+        return False
+    # An earlier version recorded no fault, and left all ends without a reward that are not regular.
+    return reason.is_regular if trajectory.fault is None else trajectory.fault is not Fault.INFRASTRUCTURE

@@ -124,7 +124,7 @@ def test_a_run_that_failed_altogether_is_replaced(
         raise TypeError("a bug")
 
     run(wrong, 2, out=tmp_path, **_OPTIONS, retries=1)
-    assert len(read_lines(tmp_path / "episodes.jsonl")) == 8
+    assert len(read_lines(tmp_path / "episodes.jsonl")) == 4
     (tmp_path / "agents/0-0-0.log").write_text("x")
     run(player, 2, out=tmp_path, resume=resume, seed=4, **_OPTIONS)
     assert "every episode failed. It is replaced" in caplog.text

@@ -77,7 +77,7 @@ async def _hangs(session: AgentSession, task: AgentTask) -> None:
     [
         (_two_turns, {"max_turns": 1}, StopReason.MAX_TURNS, "403", 0.5),
         (_two_turns, {"max_tokens": 1}, StopReason.MAX_TOKENS, "403", 0.5),
-        (_raises, {}, StopReason.AGENT_ERROR, "RuntimeError: the agent has a bug", None),
+        (_raises, {}, StopReason.AGENT_ERROR, "RuntimeError: the agent has a bug", 0.5),
         (_hangs, {"seconds": 0.3}, StopReason.TIME_LIMIT, "AgentLimits.seconds", None),
         (_hangs, {"idle_seconds": 0.2}, StopReason.IDLE, "AgentLimits.idle_seconds", None),
     ],
@@ -147,7 +147,7 @@ def test_a_generation_that_runs_is_no_idleness() -> None:
     assert result.episodes[0].reason is StopReason.DONE
 
 
-def test_an_episode_without_a_reward_is_tried_again_in_a_new_session() -> None:
+def test_an_episode_that_the_environment_failed_is_tried_again_in_a_new_session() -> None:
     faults = ["boom", "boom", None]
 
     def make(task: AgentTask) -> Echo:

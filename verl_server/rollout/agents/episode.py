@@ -36,7 +36,9 @@ from verl_server.rollout.agents.types import (
     AgentSession,
     EnvironmentFactory,
 )
-from verl_server.rollout.environment import EnvError, EnvTimeoutError
+from verl_server.rollout.environment import EnvError
+from verl_server.rollout.environment_ends import end_of
+from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.launched import Exit
 from verl_server.rollout.trajectory import StopReason
 
@@ -103,6 +105,7 @@ class AgentPlayer:
     progress: Progress
     clock: Callable[[], float]
     forced_mode: ForcedMode = "override"
+    faults: FaultRules = field(default_factory=FaultRules)
 
     async def play(self, episode: AgentEpisode) -> None:
         """Play an attempt and record its end in `episode`. If cancelled, record ABORTED and raise CancelledError."""
@@ -122,6 +125,8 @@ class AgentPlayer:
             raise
         finally:
             self.progress.running -= 1
+            if episode.reason is not None:
+                episode.fault = self.faults.of(episode.reason)
             if referee is not None:
                 self.progress.referees.discard(referee)
                 await referee.close()
@@ -291,11 +296,15 @@ class AgentPlayer:
         _note(episode, end)
         if referee is not None:
             episode.environment_reward = referee.reward
-        if rewards.is_scored(self.reward, end.reason):
+        fault = self.faults.of(end.reason)
+        if rewards.is_scored(self.reward, end.reason, fault, episode.sampled_tokens):
             try:
                 episode.reward = await rewards.compute(self.reward, episode, self.limits.reward_seconds)
             except BadRequestError as error:
-                episode.error = f"No reward: {error}"
+                episode.error, episode.reward_failed = f"No reward: {error}", True
+            is_judged = self.reward != "environment" or referee is None or referee.has_reward
+            if not is_judged and end.reason is not StopReason.DONE:
+                episode.reward = self.faults.score_failed
         with contextlib.suppress(VerlServerError):  # the run's own files have the reward, and the server cleans up
             if episode.reward is not None:
                 await client.reward(session_id, episode.reward)
@@ -334,8 +343,7 @@ def _note(episode: AgentEpisode, end: End) -> None:
 
 
 def _environment_end(error: Exception) -> End:
-    timed_out = isinstance(error, EnvTimeoutError)
-    return End(StopReason.ENV_TIMEOUT if timed_out else StopReason.ENV_ERROR, str(error))
+    return End(end_of(error), str(error))
 
 
 def _exit_end(exit: Exit) -> End:

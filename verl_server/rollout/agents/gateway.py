@@ -93,6 +93,8 @@ class Referee:
         self.observation = ""
         self.done = False
         self.reward = 0.0
+        self.has_reward = False
+        """True once a step has returned a reward."""
         self.calls = 0
         """Number of calls that have begun. Together with `waiting`, the number shows that the agent is active."""
         self.waiting = 0
@@ -112,6 +114,7 @@ class Referee:
                 raise BadRequestError("The episode is over: the environment accepts no other step.")
             self.observation, reward, self.done = await self._bounded("step", self._environment.step(text))
             self.reward += reward or 0.0
+            self.has_reward |= reward is not None
             return self.observation, self.done
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:

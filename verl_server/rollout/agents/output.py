@@ -32,7 +32,8 @@ from verl_server.files.json_values import jsonable
 from verl_server.files.run_output import check_settings, claim_folder, plain, recorded, store_settings, stored_settings
 from verl_server.messages.session_types import Branch
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
-from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
+from verl_server.rollout.faults import fault_of
+from verl_server.rollout.trajectory import Event, Fault, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +60,22 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     """True if no other attempt follows in this run."""
     sampled: int | None = None
     """Number of sampled tokens of all branches, including sub-agents' sessions. None in a run of an earlier version."""
+    fault: Fault | None = None
+    """Who is responsible for the end. None in a run of an earlier version."""
+    reward_failed: bool | None = None
+    """True if the reward function failed. None in a run of an earlier version."""
 
     @property
     def is_unsampled(self) -> bool:
-        """True if the attempt has a reward or a scored end, and no sampled token."""
+        """True if the attempt has a reward or a regular end, and no sampled token."""
         sampled = self.tokens if self.sampled is None else self.sampled
-        return (self.reward is not None or self.reason.is_scored) and not sampled
+        return (self.reward is not None or self.reason.is_regular) and not sampled
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if the infrastructure ended the attempt, and another one took its place."""
+        is_cancelled = self.reason is StopReason.ABORTED  # by the end of the run: the same attempt is played again
+        return not self.final and not is_cancelled and fault_of(self.reason, self.fault) is Fault.INFRASTRUCTURE
 
     @property
     def is_failure(self) -> bool:
@@ -73,8 +84,10 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
 
     @property
     def has_lost_reward(self) -> bool:
-        """True if the policy ended the episode, and the reward function failed."""
-        return self.reward is None and self.reason.is_scored and not self.is_unsampled
+        """True if the reward function of an ended episode failed."""
+        if self.reward_failed is not None:
+            return self.reward_failed
+        return self.reward is None and self.reason.is_regular and not self.is_unsampled
 
     @property
     def is_complete(self) -> bool:
@@ -145,6 +158,12 @@ class RunFolder:
         """The final lines of the run that is resumed, by task and member."""
         lines = [] if self._left is None else self._left.lines
         return {(entry.task, entry.member): entry for entry in lines if entry.final}
+
+    @property
+    def replaced(self) -> Counter[tuple[int, int]]:
+        """The number of replaced attempts of the run that is resumed, by task and member."""
+        lines = [] if self._left is None else self._left.lines
+        return Counter((entry.task, entry.member) for entry in lines if entry.is_replaced)
 
     def begin(self, models: Sequence[str] = ()) -> None:
         """Begin to write: store the settings of a new run, or remove the incomplete records of an interrupted run.
@@ -277,6 +296,8 @@ def line(episode: AgentEpisode, branches: int) -> EpisodeLine:
         branches=branches,
         final=episode.final,
         sampled=episode.sampled_tokens,
+        fault=episode.fault,
+        reward_failed=episode.reward_failed,
     )
 
 
@@ -295,6 +316,8 @@ def summarize_lines(lines: Sequence[EpisodeLine]) -> dict[str, Any]:
         "scored": len(rewards),
         "unsampled": sum(entry.is_unsampled for entry in final),
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "faults": dict(Counter(str(fault_of(entry.reason, entry.fault)) for entry in final).most_common()),
+        "replaced": sum(entry.is_replaced for entry in lines),
         "reasons": dict(Counter(str(entry.reason) for entry in final).most_common()),
         "reasons_of_attempts": dict(Counter(str(entry.reason) for entry in lines).most_common()),
         "tokens": sum(entry.tokens for entry in lines),
@@ -339,6 +362,7 @@ def _trajectory(episode: AgentEpisode, branch: Branch) -> Trajectory:
         turns=turns,
         reward=episode.reward,
         stop_reason=episode.reason,
+        fault=episode.fault,
         error=episode.error,
         events=events,
         session=branch.session,

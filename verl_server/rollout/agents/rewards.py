@@ -13,17 +13,18 @@ from typing import Any, Literal
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.threads import in_thread
 from verl_server.rollout.agents.types import AgentEpisode, RewardFunction
-from verl_server.rollout.trajectory import StopReason
+from verl_server.rollout.trajectory import Fault, StopReason
 
 Reward = RewardFunction | Literal["exit", "environment"]
 
 
-def is_scored(reward: Reward, reason: StopReason) -> bool:
-    """Return True if an episode with this end has a reward.
+def is_scored(reward: Reward, reason: StopReason, fault: Fault, sampled: int) -> bool:
+    """Return True if an episode with this end, for which `fault` is responsible, has a reward.
 
-    If the exit is the reward, a failed exit has a reward, too.
+    The policy must have sampled a token in an episode that failed. If the exit is the reward, every exit has one.
     """
-    return reason.is_scored or (reward == "exit" and reason is StopReason.AGENT_ERROR)
+    has_part = sampled > 0 or reason.is_regular or (reward == "exit" and reason is StopReason.AGENT_ERROR)
+    return fault is Fault.POLICY and has_part
 
 
 async def compute(reward: Reward, episode: AgentEpisode, seconds: float) -> float:

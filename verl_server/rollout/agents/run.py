@@ -1,8 +1,8 @@
 """`run_agents`: any async function, or any program, plays tasks through sessions of a rollout server.
 
 Trainers, `verl-server rollout --agent` and users call it. Every episode has a session of its own, whose ids, loss mask
-and log-probabilities the server records. An episode that ends for a reason outside the policy has no reward and is
-tried again in a new session.
+and log-probabilities the server records. An episode that the infrastructure ended has no reward; another one replaces
+it, in a new session with another seed (`faults`, `replacements`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import itertools
 import re
 import secrets
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,12 +41,14 @@ from verl_server.rollout.agents.types import (
     EnvironmentFactory,
     Server,
 )
+from verl_server.rollout.faults import FaultRules
+from verl_server.rollout.replacements import Replacements, attempt_seed, pause_before
 from verl_server.rollout.running_loop import refuse_running_loop, run_all
-from verl_server.rollout.trajectory import StopReason, Trajectory
+from verl_server.rollout.trajectory import Fault, StopReason, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.sampling_params import SamplingParams
 
-_TIME = "a bound of time ends an episode without a reward, and changes no other one"
+_TIME = "a bound of time ends an episode, and changes no other one"
 MAY_DIFFER = {
     "limits.seconds": _TIME,
     "limits.idle_seconds": _TIME,
@@ -57,11 +61,9 @@ MAY_DIFFER = {
 }
 """Settings that may differ when a run is resumed, and why (docs/runs.md).
 
-`servers`, `retries`, `max_concurrency` and `pass_env` are not stored, because they affect only where and how fast
-episodes run.
+`servers`, `retries`, `replacements`, `max_concurrency` and `pass_env` are not stored, because they affect only where
+and how fast episodes run, and how often the infrastructure may fail.
 """
-_RETRY_PAUSE = 0.05
-"""Seconds before the second attempt; each further attempt waits twice as long."""
 
 
 def run_agents(agent: AgentFunction | Sequence[str], tasks: Sequence[AgentTask], **options: Any) -> AgentRun:
@@ -81,6 +83,8 @@ async def arun_agents(
     group_size: int = 1,
     limits: AgentLimits | None = None,
     retries: int = 2,
+    replacements: int | None = None,
+    faults: FaultRules | None = None,
     max_concurrency: int | None = None,
     sampling_params: Mapping[str, Any] | None = None,
     forced_sampling_params: Mapping[str, Any] | None = None,
@@ -104,11 +108,14 @@ async def arun_agents(
     the ended episode, "environment" (the sum of the rewards that the runner saw) or "exit" (1.0 for exit code 0,
     else 0.0).
 
-    `limits` bound one episode, `max_concurrency` the episodes at one time, and `retries` the further attempts of an
-    episode without a reward. `sampling_params` hold for requests that set none of their own,
+    `limits` bound one episode and `max_concurrency` the episodes at one time. `faults` says which ends are the
+    policy's, which are scored, and which are the infrastructure's. These alone are replaced: `retries` bounds the
+    further attempts of one episode, and `replacements` those of a group (None: no other bound). Each attempt has
+    another seed of its own. `sampling_params` hold for requests that set none of their own,
     `forced_sampling_params` for all. A request that sets one of these to another value is sampled with the forced
-    one, which its turn records, or refused (`forced_mode`: "override", "refuse"). `seed` and the places of task and
-    member settle every session's seed. `pass_env` names variables that a program receives beside its own.
+    one, which its turn records, or refused (`forced_mode`: "override", "refuse"). `seed`, the places of task and
+    member and the number of the attempt settle every session's seed. `pass_env` names variables that a program
+    receives beside its own.
 
     `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run
     continues: its settings must be equal, except those that docs/runs.md lists, and episodes that have ended are
@@ -121,13 +128,15 @@ async def arun_agents(
     `allow_open_server`. Faults of single episodes raise nothing.
     """
     agent = _checked(agent, pass_env)
-    limits = limits or AgentLimits()
+    limits, faults = limits or AgentLimits(), faults or FaultRules()
     if reward == "environment" and environment is None:
         raise BadRequestError('reward="environment" needs an environment. Pass one, or a reward function, or "exit".')
     if reward == "exit" and callable(agent):
         raise BadRequestError('reward="exit" is for programs. Pass a reward function, or reward="environment".')
-    if group_size < 1 or retries < 0 or (max_concurrency is not None and max_concurrency < 1):
-        raise BadRequestError("group_size and max_concurrency must be at least 1, and retries at least 0.")
+    if group_size < 1 or (max_concurrency is not None and max_concurrency < 1):
+        raise BadRequestError("group_size and max_concurrency must be at least 1.")
+    if retries < 0 or (replacements is not None and replacements < 0):
+        raise BadRequestError("retries and replacements must be at least 0.")
     for given in (sampling_params, forced_sampling_params):
         SamplingParams.parse({"max_new_tokens": None} | dict(given or {}))
     if resume and out is None:
@@ -144,6 +153,7 @@ async def arun_agents(
         "forced_mode": forced_mode,
         "model_path": None if model_path is None else location(model_path),
         **{f"limits.{name}": value for name, value in msgspec.to_builtins(limits).items()},
+        **{f"faults.{name}": value for name, value in msgspec.to_builtins(faults).items()},
     } | dict(describe or {})
     start = time.monotonic()
     progress = progress or Progress()
@@ -164,6 +174,7 @@ async def arun_agents(
             sampling_params=sampling_params or {},
             forced_sampling_params=forced_sampling_params or {},
             forced_mode=forced_mode,
+            faults=faults,
             pool=pool,
             gateway=await stack.enter_async_context(EnvironmentGateway().running()),
             logs=logs,
@@ -178,14 +189,17 @@ async def arun_agents(
         if resume:
             await _delete_leftovers(pool, player.run)
         stack.enter_context(_background(pool.watch()))
-        run = _Run(player, folder, retries, on_finish, notice or UnsampledNotice(agent=True))
+        spent = folder.replaced if folder is not None else Counter[tuple[int, int]]()
+        left = Replacements(replacements, spent)
+        run = _Run(player, folder, retries, left, on_finish, notice or UnsampledNotice(agent=True))
         places = [(i, member) for i in range(len(tasks)) for member in range(group_size)]
         finished = folder.finished if folder is not None else {}
         slots = asyncio.Semaphore(max_concurrency or max(1, len(places)))
 
         async def play(index: int, member: int) -> None:
             async with slots:
-                await run.play(tasks[index], index, member, session_seed(seed, index, member))
+                begin = session_seed(seed, index, member)
+                await run.play(tasks[index], index, member, begin, spent[index, member])
 
         try:
             await run_all(play(*place) for place in places if place not in finished)
@@ -198,7 +212,7 @@ async def arun_agents(
 
 
 def session_seed(seed: int, index: int, member: int) -> int:
-    """Return the session seed of one member of a task's group. All attempts of the member share it."""
+    """Return the session seed of the first attempt of one member of a task's group. `attempt_seed` has the others."""
     digest = hashlib.blake2b(f"{seed}/{index}/{member}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
@@ -211,30 +225,35 @@ class _Run:
         player: AgentPlayer,
         folder: RunFolder | None,
         retries: int,
+        left: Replacements,
         on_finish: Callable[[AgentEpisode], None] | None,
         notice: UnsampledNotice,
     ) -> None:
         self._player = player
         self._folder = folder
         self._retries = retries
+        self._left = left
         self._on_finish = on_finish
         self._notice = notice
         self.episodes: list[AgentEpisode] = []
         self.trajectories: list[Trajectory] = []
 
-    async def play(self, task: AgentTask, index: int, member: int, seed: int) -> None:
-        """Attempt a task until an attempt has a reward, or no attempt is left."""
-        for attempt in range(self._retries + 1):
-            if attempt:
-                await asyncio.sleep(_RETRY_PAUSE * 2 ** (attempt - 1))
-            episode = AgentEpisode(task, index, member, attempt, seed)
+    async def play(self, task: AgentTask, index: int, member: int, seed: int, first: int) -> None:
+        """Attempt a task until the infrastructure is not at fault, or no attempt is left. `first`: number of the first.
+
+        `seed` is that of the attempt 0.
+        """
+        for attempt in itertools.count(first):
+            if attempt > first:
+                await asyncio.sleep(pause_before(attempt))
+            episode = AgentEpisode(task, index, member, attempt, attempt_seed(seed, attempt))
             try:
                 await self._player.play(episode)
             except asyncio.CancelledError:
                 self._keep(episode)  # not final: a resumed run plays it again
                 raise
-            scored = episode.reason is not None and episode.reason.is_scored
-            episode.final = scored or episode.reward is not None or attempt == self._retries
+            is_replaced = episode.fault is Fault.INFRASTRUCTURE and attempt < self._retries and self._left.take(index)
+            episode.final = not is_replaced
             self._keep(episode)
             if episode.final:
                 return

@@ -15,7 +15,7 @@ from verl_server.errors import BadRequestError
 from verl_server.messages.session_types import SessionTrajectory
 from verl_server.rollout.environment import check_seconds
 from verl_server.rollout.environments.text import TextEnvironment
-from verl_server.rollout.trajectory import StopReason, Trajectory
+from verl_server.rollout.trajectory import Fault, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from verl_server.rollout.agents.gateway import GuardedEnvironment
@@ -44,7 +44,7 @@ class Server:
 
 @dataclass(frozen=True)
 class AgentLimits:
-    """Bounds of one episode. Times are in seconds. An episode that reaches a bound of its session is scored.
+    """Bounds of one episode. Times are in seconds. An episode that reaches a bound is scored.
 
     None is no bound. Bounds of processes and files are for agents that are programs.
     """
@@ -157,13 +157,15 @@ class AgentEpisode:
     attempt: int
     """Number of attempts before this one."""
     seed: int
-    """Seed of the session's samples."""
+    """Seed of the session's samples. Each attempt has its own."""
     session: str = ""
     """Id of the session, "" if none was created."""
     server: str = ""
     """URL of the session's server."""
     reason: StopReason | None = None
     """Reason for the end, None before it."""
+    fault: Fault | None = None
+    """Who is responsible for the end, None before it."""
     error: str | None = None
     """Cause of a failure, None if the attempt did not fail."""
     exit_code: int | None = None
@@ -173,7 +175,9 @@ class AgentEpisode:
     output: str = ""
     """The last lines that a program wrote."""
     reward: float | None = None
-    """Reward of the attempt, None if it has none: it failed, or its end is not the policy's."""
+    """Reward of the attempt, None if it has none: its end is not the policy's, or the reward function failed."""
+    reward_failed: bool = False
+    """True if the reward function failed, so that a resumed run plays the episode again."""
     environment_reward: float | None = None
     """Sum of the rewards that the runner saw in the environment, None without an environment."""
     seconds: float = 0.0
@@ -198,9 +202,9 @@ class AgentEpisode:
 
     @property
     def is_unsampled(self) -> bool:
-        """True if the episode has a reward or a scored end, and no sampled token."""
-        is_scored = self.reason is not None and self.reason.is_scored
-        return (is_scored or self.reward is not None) and not self.sampled_tokens
+        """True if the episode has a reward or a regular end, and no sampled token."""
+        is_regular = self.reason is not None and self.reason.is_regular
+        return (is_regular or self.reward is not None) and not self.sampled_tokens
 
     @property
     def name(self) -> str:
@@ -221,7 +225,7 @@ class AgentRun:
 
     @property
     def unsampled(self) -> int:
-        """Number of episodes of this call that have a reward or a scored end, and no sampled token."""
+        """Number of episodes of this call that have a reward or a regular end, and no sampled token."""
         return sum(episode.final and episode.is_unsampled for episode in self.episodes)
 
 
