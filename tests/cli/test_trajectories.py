@@ -71,6 +71,26 @@ def test_versions_are_named_in_the_order_of_their_tokens(tmp_path: Path, capsys:
     assert "9@bbbbbbbb, 10@bbbbbbbb, 9@aaaaaaaa" in capsys.readouterr().out
 
 
+def test_ends_are_counted_by_fault_and_replaced_episodes_by_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third line is of a run in which --fault moved the reason, and the last one is of an earlier version."""
+    place = {"task": {"seed": 1, "group": 1}, "member": 0}
+    lines = [
+        encoded(**place, reward=None, stop_reason="env_error", fault="infrastructure"),
+        encoded(**place, stop_reason="done", fault="policy", attempt=1),
+        encoded(stop_reason="env_timeout", fault="policy"),
+        encoded(stop_reason="time_limit", reward=None),
+    ]
+    (tmp_path / "trajectories.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert main(["trajectories", "stats", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ends by fault policy 3 (done 1, env_timeout 1, time_limit 1), infrastructure 1 (env_error 1)" in said
+    assert "replaced episodes 1" in said and " episodes 3 " in said
+    assert main(["trajectories", "show", str(tmp_path), "--episode", "1-0"]) == 0
+    assert "1-0 attempt 1 branch 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "summary", [b"{", b"[]", b'{"reasons": []}', b'{"mean_reward": "x"}', b'{"episodes": "\xff"}', b"\xff"]
 )

@@ -6,7 +6,7 @@ import pytest
 
 from tests.train.conftest import make_trajectory
 from verl_server.logprob_gap import LogprobGap
-from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
+from verl_server.rollout.trajectory import Event, Fault, StopReason, Task, Trajectory
 from verl_server.train.grpo import group_advantages
 from verl_server.train.metrics import RolloutReport, describe_rollout, describe_step, merge_reports, report_rollout
 from verl_server.train.skipped_steps import NothingToTrainError, SkippedSteps
@@ -123,3 +123,28 @@ def test_skipped_optimizer_steps_are_printed() -> None:
     assert "optimizer" not in describe_step(metrics)
     metrics.skipped_optimizer_steps = 2
     assert "2 optimizer step(s) skipped, loss scale 512" in describe_step(metrics)
+
+
+def test_replaced_episodes_are_counted_beside_the_others() -> None:
+    """Two lost episodes of 1 and 3 tokens; one of them has a replacement that is longer and better than the others."""
+    lost = [make_trajectory(0, None, 1), make_trajectory(0, None, 3)]
+    better = make_trajectory(0, 2.0, 8)
+    better.attempt = 2
+    blamed = make_trajectory(0, 0.0, 5)
+    blamed.stop_reason, blamed.error, blamed.fault = StopReason.TIME_LIMIT, "too long", Fault.POLICY
+    played = [better, make_trajectory(0, 1.0, 2), blamed]
+    first = report_rollout(played, 3, 1.0, step=0, rank=0, env_url="e", server_url="s", replaced=lost)
+    merged = merge_reports([first, report([make_trajectory(1, 1.0, 5)], 0, 1)])
+    metrics = describe_rollout(merged, step=0, version="0", ranks=2, gap=None)
+    assert (metrics.trajectories, metrics.failed, metrics.replaced) == (4, 1, 2)
+    assert metrics.failures == {"policy": 1, "infrastructure": 2}
+    assert (metrics.replaced_tokens, metrics.replacing_reward, metrics.replacing_tokens) == (2.0, 2.0, 8.0)
+    assert (metrics.original_reward, metrics.original_tokens) == (pytest.approx(2 / 3), 4.0)
+    assert [(f.fault, f.replaced, f.attempt) for f in merged.failures + merged.replaced] == [
+        ("policy", False, 0),
+        ("infrastructure", True, 0),
+        ("infrastructure", True, 0),
+    ]
+    assert merged.obstacle() is None
+    none = describe_rollout(report([make_trajectory(0, None)], 0), step=0, version="0", ranks=1, gap=None)
+    assert (none.replaced_tokens, none.replacing_reward, none.original_reward) == (None, None, None)
