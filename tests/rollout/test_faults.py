@@ -165,7 +165,9 @@ def test_a_failure_without_a_sampled_token_has_no_score() -> None:
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.TIME_LIMIT, None)
 
 
-@pytest.mark.parametrize("option", ["nothing=policy", "env_error", "env_error=mine", "done=unknown", "=", "idle=policy"])
+@pytest.mark.parametrize(
+    "option", ["nothing=policy", "env_error", "env_error=mine", "done=unknown", "=", "idle=policy"]
+)
 def test_wrong_options_are_refused(option: str) -> None:
     with pytest.raises(BadRequestError, match="fault|policy's"):
         FaultRules((option, "idle=unknown"))

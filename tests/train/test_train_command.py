@@ -106,7 +106,8 @@ def test_a_run_gives_up_with_everything_saved_and_is_resumed(
     assert f"saved in {out}; --resume continues the run" in error
     assert [line["step"] for line in lines(out / "metrics.jsonl")] == [0, 1]
     errors = lines(out / "errors.jsonl")
-    assert len(errors) == 12 + 24
+    replaced = [error for error in errors if error["replaced"]]
+    assert len(errors) - len(replaced) == 12 + 24 and len(replaced) == 4 + 8  # two in each failing group
     assert errors[0] | {"error": ""} == {
         "step": 0,
         "rank": 0,
@@ -117,6 +118,9 @@ def test_a_run_gives_up_with_everything_saved_and_is_resumed(
         "group": 2,
         "episode_id": "0-2-0",
         "turns": 0,
+        "fault": "infrastructure",
+        "attempt": errors[0]["attempt"],
+        "replaced": False,
     }
     assert "the sandbox is down" in errors[0]["error"]
     assert (out / "checkpoint-2" / "run.json").exists()
