@@ -169,7 +169,7 @@ def test_a_failure_without_a_sampled_token_has_no_score() -> None:
     "option", ["nothing=policy", "env_error", "env_error=mine", "done=unknown", "=", "idle=policy"]
 )
 def test_wrong_options_are_refused(option: str) -> None:
-    with pytest.raises(BadRequestError, match="fault|policy's"):
+    with pytest.raises(BadRequestError, match=r"fault|policy's"):
         FaultRules((option, "idle=unknown"))
     with pytest.raises(BadRequestError, match="finite"):
         FaultRules(score_failed=float("nan"))

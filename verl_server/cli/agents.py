@@ -84,8 +84,6 @@ class AgentRolloutArgs:
     The settings must be equal, except those of servers, bounds of time, retries and concurrency."""
     retries: int = 2
     """Further attempts of an episode that the infrastructure ended. Each has another seed of sampling."""
-    replacements: int | None = None
-    """Most further attempts of all episodes of a group. None: --retries is the only bound."""
     faults: Annotated[FaultRules, tyro.conf.arg(name="")] = field(default_factory=FaultRules)
     max_concurrency: int | None = None
     """Most episodes at one time. None is no bound."""
@@ -100,7 +98,7 @@ class AgentRolloutArgs:
     """Accept servers that generate without a key, where an agent can sample outside its session."""
 
     def __post_init__(self) -> None:
-        leasts = {"groups": 1, "group_size": 1, "max_concurrency": 1, "retries": 0, "replacements": 0}
+        leasts = {"groups": 1, "group_size": 1, "max_concurrency": 1, "retries": 0}
         for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -165,7 +163,6 @@ async def _played(
             group_size=args.group_size,
             limits=args.limits,
             retries=args.retries,
-            replacements=args.replacements,
             faults=args.faults,
             max_concurrency=args.max_concurrency,
             sampling_params={"temperature": args.temperature},
