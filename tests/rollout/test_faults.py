@@ -183,6 +183,7 @@ def test_a_straggler_is_neither_replaced_nor_scored_and_a_replacement_may_be_one
     straggler, won = rollout.trajectories
     assert (straggler.stop_reason, straggler.fault, straggler.reward) == (StopReason.STRAGGLER, Fault.UNKNOWN, None)
     assert (straggler.attempt, won.reward, len(rollout.replaced)) == (1, 1.0, 1)
+    assert str(straggler.error).startswith("1 of the batch's 2 episodes had ended"), "the lost one is not counted"
 
 
 def test_a_server_that_fails_every_generation_is_still_an_error() -> None:
