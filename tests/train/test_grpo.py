@@ -19,7 +19,8 @@ from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.train.batches import MicroBatch, Sample
-from verl_server.train.grpo import GRPO, PolicyTrainer, group_advantages, make_tasks, policy_loss
+from verl_server.train.grpo import GRPO, PolicyTrainer, group_advantages, make_tasks
+from verl_server.train.losses import policy_loss
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, attach_engine
@@ -43,30 +44,6 @@ def test_advantages_are_relative_to_the_group() -> None:
 def test_a_failed_episode_is_neither_trained_nor_counted_as_zero() -> None:
     samples = group_advantages([make_trajectory(0, reward) for reward in (1.0, None, 0.0)], False)
     assert [s.advantage for s in samples] == [0.5, -0.5]  # the mean of the two rewards
-
-
-def make_batch(advantage: float) -> MicroBatch:
-    return MicroBatch(
-        tokens=torch.tensor([[1, 2, 3]]),
-        positions=torch.tensor([1, 2]),
-        behaviour_logprobs=torch.log(torch.tensor([0.5, 0.5])),
-        advantages=torch.tensor([advantage, advantage]),
-        log_weights=torch.zeros(2),
-    )
-
-
-def test_the_loss_by_hand() -> None:
-    logprobs = torch.log(torch.tensor([0.75, 0.4]))
-    config = GRPOConfig(clip_low=0.2, clip_high=0.28)
-    loss, sums = policy_loss(logprobs, torch.tensor([1.0, 2.0]), make_batch(2.0), config, entropy_coef=0.1)
-    # ratios 1.5 (clipped to 1.28) and 0.8
-    assert loss.item() == pytest.approx(-(1.28 * 2 + 0.8 * 2 + 0.1 * 3))
-    assert sums["entropy"].item() == pytest.approx(3.0)
-    assert sums["clip_fraction"].item() == 1.0
-    loss, sums = policy_loss(logprobs, None, make_batch(-2.0), config, entropy_coef=0.0)
-    # A token with a negative advantage whose probability grew is not clipped.
-    assert loss.item() == pytest.approx(1.5 * 2 + 0.8 * 2)
-    assert "entropy" not in sums
 
 
 def plain_gradients(policy_folder: Path, samples: list[Sample], config: GRPOConfig) -> dict[str, torch.Tensor]:

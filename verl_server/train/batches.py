@@ -11,7 +11,7 @@ and is not trained on. A token whose record does not have the log-probability of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ class Sample:
 
     trajectory: Trajectory
     advantage: float
+    proximal_logprobs: Tensor | None = field(default=None, compare=False)
+    """[n] fp32: log-probabilities of the tokens to train on under the trainer's weights before the first optimizer step
+    on this batch. None: nothing needs them, or the present weights are those."""
 
     def __post_init__(self) -> None:
         check_usable([self.trajectory])
@@ -73,6 +76,8 @@ class MicroBatch:
     """[n] fp32: log of (probability under the policy / probability under the edited distribution, before top-k, top-p
     and min-p). 0 for a token that was drawn without mask, penalty and bias; with a mask alone, it is the log of the
     mass that the policy gives to the allowed tokens."""
+    proximal_logprobs: Tensor | None = None
+    """[n] fp32: those of the samples (`Sample.proximal_logprobs`), or None."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device, correction: float = 0.0) -> MicroBatch:
@@ -95,12 +100,16 @@ class MicroBatch:
             reported.append(own)
             logprobs.append(_policy(trajectory, sampled) if trajectory.policy_logprobs else own)
             advantages.append(torch.full((len(sampled),), sample.advantage))
+        proximal = [sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None]
         weights = torch.cat(logprobs) - torch.cat(reported)
         scaled = torch.cat(advantages)
         if correction > 0:
             scaled = scaled * weights.exp().clamp(max=correction)
         flat = (tensor.to(device) for tensor in (torch.cat(positions), torch.cat(logprobs), scaled, weights))
-        return cls(tokens.to(device), *flat)
+        batch = cls(tokens.to(device), *flat)
+        if proximal:
+            batch.proximal_logprobs = torch.cat(proximal).to(device)
+        return batch
 
 
 def _policy(trajectory: Trajectory, positions: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ trains a policy on any OpenEnv environment whose observations and actions are te
 plays the episodes through sessions of the rollout server (`agent_groups`). Under `torchrun --nproc-per-node N` the
 model is sharded over the ranks (FSDP2). Every rank plays and trains on its own groups against one rollout server.
 The log-probabilities that the server returns with each token are those of the behaviour policy. To change the
-algorithm, copy this file. The other modules of this folder are not part of the algorithm: `run` (what surrounds the
-steps, and the exit statuses), `policy` (the model), `batches` (packing), `metrics`, `checkpoints`, `ranks` (processes).
+algorithm, copy this file. `losses` has the losses. The other modules of this folder are not part of the algorithm:
+`run` (what surrounds the steps, and the exit statuses), `policy` (the model), `batches` (packing), `metrics`,
+`checkpoints`, `ranks` (processes).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -34,6 +36,7 @@ from verl_server.train.batches import MicroBatch, Sample, pack, sampled_position
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
 from verl_server.train.loss_scaling import LossScaling
+from verl_server.train.losses import mean_losses, policy_loss
 from verl_server.train.metrics import Learned, RolloutReport, describe_rollout, merge_reports, report_rollout
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.policy import Policy
@@ -73,24 +76,6 @@ def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) ->
         for branches, advantage in zip(group, (centered / scale).tolist(), strict=True):
             samples += [Sample(branch, advantage) for branch in branches]
     return samples
-
-
-def policy_loss(
-    logprobs: torch.Tensor, entropy: torch.Tensor | None, batch: MicroBatch, config: GRPOConfig, entropy_coef: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the clipped surrogate loss, a scalar, and the sum of each metric, both summed over the sampled tokens.
-
-    `logprobs` and `entropy` [n] fp32 are the policy's at the sampled tokens of `batch`.
-    """
-    ratio = (logprobs - batch.behaviour_logprobs).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).sum()
-    sums = {"clip_fraction": (ratio != clipped).sum(), "log_allowed_mass": batch.log_weights.sum()}
-    if entropy is not None:
-        sums["entropy"] = entropy.detach().sum()
-        if entropy_coef:
-            loss = loss - entropy_coef * entropy.sum()
-    return loss, {"loss": loss.detach()} | sums
 
 
 class PolicyTrainer:
@@ -148,22 +133,35 @@ class PolicyTrainer:
             group["lr"] = config.learning_rate * warmup * max(config.final_learning_rate, 1.0 - progress)
         # The order is a function of the step, so that a resumed run trains in the same order.
         shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        # The proximal policy is the one before the first optimizer step. A single step computes it anyway.
+        if config.needs_proximal and config.epochs * minibatches > 1:
+            samples = self._with_proximal_logprobs(samples)
         results = []
         for _ in range(config.epochs):
             for rows in torch.randperm(len(samples), generator=shuffle).tensor_split(minibatches):
                 minibatch = [samples[row] for row in rows.tolist()]
                 results.append(self._optimizer_step(minibatch, config.entropy_coef * max(0.0, 1.0 - progress), step))
-        values: dict[str, list[float]] = {}
-        for result in results:
-            for name, value in result.losses.items():
-                values.setdefault(name, []).append(value)
-        return Learned(
-            {name: sum(found) / len(found) for name, found in values.items()},
-            sum(r.tokens for r in results),
-            sum(r.padded_tokens for r in results),
-            sum(r.optimizer_steps for r in results),
-            sum(r.skipped_optimizer_steps for r in results),
-        )
+        return Learned.over(results)
+
+    def _pack(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Return this rank's micro-batches. All ranks have the same number of them, because they run passes together.
+
+        A rank with fewer micro-batches adds empty ones.
+        """
+        packed = pack(samples, self.config.micro_batch_tokens)
+        return packed + [[]] * (int(over_ranks(torch.tensor(len(packed)), dist.ReduceOp.MAX)) - len(packed))
+
+    def _with_proximal_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with the log-probabilities that the policy gives their tokens now. All ranks call it."""
+        known: dict[int, Sample] = {}
+        for rows in self._pack(samples):
+            batch = MicroBatch.of(rows, self.device)
+            with torch.no_grad():
+                logprobs, _ = self.policy(batch.tokens, batch.positions, self.config.temperature, entropy=False)
+            counts = [len(sampled_positions(sample.trajectory)) for sample in rows]
+            for sample, own in zip(rows, logprobs.split(counts), strict=True):
+                known[id(sample)] = replace(sample, proximal_logprobs=own)
+        return [known[id(sample)] for sample in samples]
 
     def _optimizer_step(self, minibatch: Sequence[Sample], entropy_coef: float, step: int) -> Learned:
         """Take one optimizer step on the mean loss over the sampled tokens of all ranks.
@@ -172,10 +170,7 @@ class PolicyTrainer:
         ranks skip the optimizer step.
         """
         config = self.config
-        packed = pack(minibatch, config.micro_batch_tokens)
-        # All ranks must run the same number of passes, so ranks with fewer micro-batches add empty ones.
-        passes = int(over_ranks(torch.tensor(len(packed)), dist.ReduceOp.MAX))
-        packed += [[]] * (passes - len(packed))
+        packed = self._pack(minibatch)
         lengths = [len(sample.trajectory.tokens) for sample in minibatch]
         padded = sum(len(rows) * len(rows[0].trajectory.tokens) for rows in packed if rows)
         sampled = sum(len(sampled_positions(sample.trajectory)) for sample in minibatch)
@@ -198,8 +193,8 @@ class PolicyTrainer:
         # that are not finite, and the sums over the ranks let all ranks decide alike.
         values = [value.float() for value in (*broken, *sums.values(), full(norm) / dist.get_world_size())]
         totals = over_ranks(torch.stack(values).cpu()).tolist()
-        losses = {name: value * mean for name, value in zip(sums, totals[passes:-1], strict=True)}
-        if any(totals[:passes]):
+        losses = mean_losses(dict(zip(sums, totals[len(packed) : -1], strict=True)), mean)
+        if any(totals[: len(packed)]):
             first = next(i for i, count in enumerate(totals) if count)
             raise logprobs_error(self.policy, MicroBatch.of(packed[first], self.device), config.temperature)
         if not math.isfinite(losses["loss"]):

@@ -249,8 +249,8 @@ class Learned:
     """Losses and token counts of the optimizer steps of one training step, over all ranks."""
 
     losses: dict[str, float]
-    """Name -> mean over the optimizer steps of the mean over the sampled tokens. The gradient norm is the mean over the
-    optimizer steps that were not skipped, and absent if there are none."""
+    """Name -> mean over the optimizer steps of the mean over the sampled tokens (`losses.mean_losses`). The gradient
+    norm is the mean over the optimizer steps that were not skipped, and absent if there are none."""
     tokens: int
     """Tokens of the trajectories, counted once for each epoch."""
     padded_tokens: int
@@ -259,6 +259,21 @@ class Learned:
     """Optimizer steps that were taken."""
     skipped_optimizer_steps: int = 0
     """Optimizer steps that were not taken, because float16 gradients overflowed."""
+
+    @classmethod
+    def over(cls, steps: Sequence[Learned]) -> Learned:
+        """Return the mean losses and the sums of the counts of several optimizer steps."""
+        values: dict[str, list[float]] = {}
+        for step in steps:
+            for name, value in step.losses.items():
+                values.setdefault(name, []).append(value)
+        return cls(
+            {name: sum(found) / len(found) for name, found in values.items()},
+            sum(step.tokens for step in steps),
+            sum(step.padded_tokens for step in steps),
+            sum(step.optimizer_steps for step in steps),
+            sum(step.skipped_optimizer_steps for step in steps),
+        )
 
 
 @dataclass
@@ -308,7 +323,8 @@ class StepMetrics:
     env_seconds: float
     """Mean over episodes of the time spent waiting for the environment."""
     train_seconds: float = 0.0
-    """Time of the optimizer steps and of the comparison for `logprob_gap`."""
+    """Time of the optimizer steps, of the comparison for `logprob_gap`, and of the pass for proximal log-probabilities
+    if the loss needs them."""
     sync_seconds: float = 0.0
     """Time of the weight push."""
     trained_tokens: int = 0
@@ -316,7 +332,8 @@ class StepMetrics:
     padded_tokens: int = 0
     """Tokens of the forward passes: `trained_tokens` and the padding."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Loss, entropy, clip fraction and gradient norm: means as in `Learned.losses`."""
+    """Loss, entropy, gradient norm, and how far the samples are off-policy: means as in `Learned.losses`. The names are
+    in docs/training.md."""
     skipped_optimizer_steps: int = 0
     """Optimizer steps that were not taken, because float16 gradients overflowed. If all of the step's are skipped,
     weights and version stay."""

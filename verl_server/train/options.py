@@ -20,6 +20,7 @@ from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.faults import FaultRules
 from verl_server.server_args import ServerArgs
+from verl_server.train.losses import LossConfig
 from verl_server.train.ranks import SAVE_TIMEOUT
 from verl_server.train.servers import MAX_RELAUNCHES
 
@@ -31,8 +32,8 @@ class WrongOptionsError(BadRequestError):
 
 
 @dataclass(frozen=True)
-class GRPOConfig:
-    """Settings of the algorithm."""
+class GRPOConfig(LossConfig):
+    """Settings of the algorithm, with those of its loss."""
 
     groups: int = 16
     """Number of groups of each step, over all ranks. The episodes of a group have the same environment seed."""
@@ -51,10 +52,6 @@ class GRPOConfig:
     """Share of the learning rate that remains at the last step. The learning rate falls linearly."""
     warmup_steps: int = 5
     """Steps over which the learning rate rises linearly."""
-    clip_low: float = 0.2
-    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = 0.28
-    """The upper end of that interval is 1 + clip_high."""
     correction_bound: float = 0.0
     """Multiply the advantage of a token that was drawn under a mask, a penalty or a bias with (its probability under
     the policy / its probability where it was drawn), at most this: truncated importance sampling. 0: do not."""
@@ -72,6 +69,7 @@ class GRPOConfig:
     """Seed of the environments, of sampling and of the order of training. The same seed repeats the run."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("groups", "group_size", "epochs", "minibatches", "micro_batch_tokens"):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"GRPOConfig.{name} must be at least 1, not {getattr(self, name)}.")

@@ -1,0 +1,190 @@
+"""The losses of both trainers: options, formulas, sources, and the metrics that show how far the data is off-policy.
+
+Three policies give a sampled token a probability:
+
+    behaviour   the weights that sampled the token; the server recorded its log-probability, also if the tokens of an
+                episode are of several versions
+    proximal    the trainer's weights before its first optimizer step on this batch
+    current     the weights that are trained
+
+A is the advantage of the token, clip(r) limits r to [1 - clip_low, 1 + clip_high], and no gradient passes through w.
+A loss is minus the sum over the sampled tokens of
+
+    clip_behaviour   min(r A, clip(r) A)                 r = current / behaviour
+    tis              min(w, tis_bound) min(r A, clip(r) A)   r = current / proximal,  w = proximal / behaviour
+    decoupled        w min(r A, clip(r) A)               r = current / proximal,  w = proximal / behaviour
+    unclipped        r A                                 r = current / behaviour
+
+If the three policies are equal, all losses have the gradient of the policy gradient, A grad log current.
+
+    clip_behaviour   PPO (Schulman et al. 2017, arXiv 1707.06347) as GRPO uses it (Shao et al. 2024, arXiv 2402.03300);
+                     two bounds as in DAPO (Yu et al. 2025, arXiv 2503.14476)
+    tis              truncated importance sampling (Ionides 2008) between sampler and trainer: Yao et al. 2025, "Your
+                     efficient RL framework secretly brings you off-policy RL training"
+    decoupled        Hilton et al. 2021, "Batch size-invariance for policy optimization", arXiv 2110.00641; for
+                     asynchronous training of language models AReaL (Fu et al. 2025, arXiv 2505.24298)
+    unclipped        the surrogate of importance sampling alone (Schulman et al. 2015, TRPO, arXiv 1502.05477, eq. 14)
+
+Masks set the term of a token to 0. They look at w, which is the same in all optimizer steps of a batch:
+
+    token_mask       keeps a token if w is within the bounds. `decoupled` with this mask has the terms of IcePop (Ling
+                     Team 2025, "Every step evolves", arXiv 2510.18855), whose bounds are 0.5 and 5.
+    sequence_mask    keeps the tokens of a trajectory if the geometric mean of its w is within the bounds: geometric
+                     sequence masking (Liu, Li et al. 2025, "When speed kills stability"). Unlike the product, the
+                     geometric mean does not favour short trajectories.
+
+The trainer divides the sum by the number of sampled tokens of all ranks. Masked tokens count in it, as in IcePop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from verl_server.errors import BadRequestError
+from verl_server.train.batches import MicroBatch
+
+_MOST_LOG_RATIO = 20.0
+"""Bound of a log ratio in metrics, so that one token cannot make them infinite. Losses have no such bound."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Options of the loss."""
+
+    loss: Literal["clip_behaviour", "tis", "decoupled", "unclipped"] = "clip_behaviour"
+    """clip_behaviour: PPO's clip of the ratio to the weights that sampled the token. tis: a truncated importance weight
+    (trainer before its first optimizer step of the batch / where sampled), times PPO's clip of the ratio to that
+    trainer. decoupled: the same, not truncated. unclipped: importance weights alone, unstable on old samples. tis and
+    decoupled take one more forward pass if a batch has several optimizer steps."""
+    clip_low: float = 0.2
+    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]. Not for the loss unclipped."""
+    clip_high: float = 0.28
+    """The upper end of that interval is 1 + clip_high."""
+    tis_bound: float = 2.0
+    """Largest importance weight of the loss tis."""
+    token_mask: tuple[float, float] | None = None
+    """Two bounds: leave a token out of the loss if its importance weight (trainer before its first optimizer step of
+    the batch / where sampled) is outside. None: no mask. IcePop is `--grpo.loss decoupled --grpo.token-mask 0.5 5`."""
+    sequence_mask: tuple[float, float] | None = None
+    """Two bounds: leave a trajectory out of the loss if the geometric mean of its importance weights is outside, such
+    as 0.9 1.1. Long trajectories permit narrower bounds. None: no mask."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
+            raise BadRequestError(
+                f"--grpo.clip-low must be from 0 to 1 and --grpo.clip-high not negative, not {self.clip_low:g} and "
+                f"{self.clip_high:g}: the ratio is clipped to [1 - clip_low, 1 + clip_high]."
+            )
+        if not 0 < self.tis_bound < math.inf:
+            raise BadRequestError(
+                f"--grpo.tis-bound must be finite and more than 0, not {self.tis_bound:g}. --grpo.loss decoupled does "
+                "not truncate."
+            )
+        if self.loss != "tis" and self.tis_bound != LossConfig.tis_bound:
+            raise BadRequestError(
+                f"--grpo.tis-bound is for --grpo.loss tis, and has no effect on {self.loss}: remove it, or name tis."
+            )
+        clip = (self.clip_low, self.clip_high)
+        if self.loss == "unclipped" and clip != (LossConfig.clip_low, LossConfig.clip_high):
+            raise BadRequestError(
+                "--grpo.clip-low and --grpo.clip-high have no effect on --grpo.loss unclipped: remove them, or name "
+                "another loss."
+            )
+        for option, bounds in (("token-mask", self.token_mask), ("sequence-mask", self.sequence_mask)):
+            if bounds is not None and not 0 <= bounds[0] < 1 < bounds[1]:
+                raise BadRequestError(
+                    f"--grpo.{option} needs a bound below 1 and a bound above 1, such as 0.5 5, not {bounds[0]:g} "
+                    f"{bounds[1]:g}: the importance weight of a token that the trainer itself would sample is 1."
+                )
+
+    @property
+    def has_masks(self) -> bool:
+        return self.token_mask is not None or self.sequence_mask is not None
+
+    @property
+    def needs_proximal(self) -> bool:
+        """True if the loss reads the log-probabilities of the proximal policy."""
+        return self.loss in ("tis", "decoupled") or self.has_masks
+
+
+def policy_loss(
+    logprobs: Tensor, entropy: Tensor | None, batch: MicroBatch, config: LossConfig, entropy_coef: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return (the loss, a scalar; the sum of each metric), both summed over the sampled tokens.
+
+    `logprobs` and `entropy` [n] fp32 are the current policy's at the sampled tokens of `batch`. Masks do not apply to
+    the entropy bonus. `mean_losses` makes metrics of the sums over all micro-batches and ranks.
+    """
+    behaviour, advantages = batch.behaviour_logprobs, batch.advantages
+    proximal = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+    weights = (proximal - behaviour).exp()
+    ratio = (logprobs - (proximal if config.loss in ("tis", "decoupled") else behaviour)).exp()
+    clipped = ratio if config.loss == "unclipped" else ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    sums = {"clip_fraction": (ratio != clipped).sum(), "log_allowed_mass": batch.log_weights.sum()}
+    sums |= _drift(logprobs.detach() - behaviour)
+    if config.loss == "tis":
+        objective = objective * weights.clamp(max=config.tis_bound)
+        sums["truncated_fraction"] = (weights > config.tis_bound).sum()
+    elif config.loss == "decoupled":
+        objective = objective * weights
+    if config.has_masks:
+        kept = _kept(proximal - behaviour, batch, config)
+        objective = torch.where(kept, objective, 0.0)
+        sums["masked_fraction"] = (~kept).sum()
+    loss = -objective.sum()
+    if entropy is not None:
+        sums["entropy"] = entropy.detach().sum()
+        if entropy_coef:
+            loss = loss - entropy_coef * entropy.sum()
+    return loss, {"loss": loss.detach()} | sums
+
+
+def mean_losses(sums: Mapping[str, float], share: float) -> dict[str, float]:
+    """Return the metrics of an optimizer step: means over the sampled tokens, and the effective sample size.
+
+    `sums` are those of `policy_loss` over all micro-batches and ranks, and `share` is 1 / number of sampled tokens. The
+    effective sample size is (sum of r)^2 / sum of r^2, r = current / behaviour, as a share of the tokens (Kong 1992).
+    """
+    means = {name: value * share for name, value in sums.items()}
+    ratio, squared = means.pop("ratio"), means.pop("squared_ratio")
+    return means | {"effective_sample_size": ratio**2 / squared if squared else 0.0}
+
+
+def _drift(log_ratio: Tensor) -> dict[str, Tensor]:
+    """Return sums over current / behaviour, whose logs are `log_ratio` [n].
+
+    The estimate of KL(behaviour || current) is r - 1 - log r, called k3: Schulman 2020, "Approximating KL divergence".
+    """
+    log_ratio = log_ratio.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
+    ratio = log_ratio.exp()
+    return {
+        "behaviour_kl": (log_ratio.expm1() - log_ratio).sum(),
+        "ratio": ratio.sum(),
+        "squared_ratio": ratio.square().sum(),
+    }
+
+
+def _kept(log_weights: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:
+    """Return bool [n]: False for the tokens that masks leave out. `log_weights` [n] are log(proximal / behaviour)."""
+    kept = torch.ones_like(log_weights, dtype=torch.bool)
+    if config.token_mask is not None:
+        kept &= _within(log_weights.exp(), config.token_mask)
+    if config.sequence_mask is not None:
+        # Sums of rows, not `index_add`, whose order of additions differs from run to run on CUDA.
+        table = torch.zeros((2, batch.tokens.numel()), dtype=log_weights.dtype, device=log_weights.device)
+        table[0, batch.positions], table[1, batch.positions] = log_weights, 1.0
+        logs, counts = table.view(2, *batch.tokens.shape).sum(-1)
+        means = (logs / counts.clamp(min=1)).exp()
+        kept &= _within(means, config.sequence_mask)[batch.positions // batch.tokens.shape[1]]
+    return kept
+
+
+def _within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
+    return (bounds[0] <= values) & (values <= bounds[1])
