@@ -342,7 +342,11 @@ def engines_page(site: Site) -> None:
         "`Engine` runs in your process, `HttpServerEngineAdapter` launches a server or attaches to one: both have the "
         "methods of `EngineBase`. Every rank of a trainer holds a `VerlEngine`."
     )
-    for name in ("VerlEngine", "HttpServerEngineAdapter", "Engine", "EngineBase"):
+    for name in ("VerlEngine", "HttpServerEngineAdapter"):
+        page.add_class(site.package.class_of("verl_server", name))
+    page.add("After a restart of its server, an `HttpServerEngineAdapter` has these methods, too:")
+    page.add_class(site.package.class_of("verl_server.engine.restarts", "RestartableServer"))
+    for name in ("Engine", "EngineBase"):
         page.add_class(site.package.class_of("verl_server", name), inherited=name == "EngineBase")
     for name in ("launch_server", "launch_server_from_verl_engine"):
         page.add_function(site.package.function("verl_server", name), name)

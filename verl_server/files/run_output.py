@@ -216,10 +216,12 @@ def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_diffe
     """
     found = stored_settings(file)
     names = found.keys() | wanted.keys()
-    if _COMMAND not in found:
-        lacking = sorted(name for name in names if name not in found or name not in wanted)
-        logger.warning("%s is of an earlier version. These settings are not compared: %s.", file, ", ".join(lacking))
-        names -= set(lacking)
+    # A run of an earlier version lacks the settings that are new. One of today lacks none.
+    lacking = {name for name in names if name not in found or (_COMMAND not in found and name not in wanted)}
+    if lacking:
+        shown = ", ".join(sorted(lacking))
+        logger.warning("%s is of an earlier version. These settings are not compared: %s.", file, shown)
+        names -= lacking
     compared = [name for name in sorted(names) if not _is_allowed(name, may_differ)]
     different = [
         f"{name}: was {_shown(found, name)}, is {_shown(wanted, name)}"
