@@ -1,0 +1,96 @@
+"""Lines are appended, rotated by size and read in order. A cut line, a full disk and a bound lose only what is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from verl_server.files.segments import Segments, read_segments, remove_oldest, segment_files
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return [line for _, line in read_segments(path)]
+
+
+def numbered(first: int, last: int) -> list[bytes]:
+    return [b"%08d\n" % number for number in range(first, last)]
+
+
+def test_segments_are_numbered_and_go_on_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for first in range(0, 40, 4):  # each start appends to the newest segment
+        log = Segments(path, segment_bytes=30)
+        log.append(numbered(first, first + 4))
+        log.close()
+    names = [file.name for file in segment_files(path)]
+    assert names == ["a.jsonl", *(f"a.{number}.jsonl" for number in range(1, 14))], "10 comes after 9"
+    assert lines_of(path) == numbered(0, 40)
+    assert all(file.stat().st_size <= 30 for file in segment_files(path))
+
+
+def test_a_line_beyond_the_size_of_a_segment_has_one_for_itself(tmp_path: Path) -> None:
+    log = Segments(tmp_path / "a.jsonl", segment_bytes=10)
+    written = [b"short\n", b"x" * 99 + b"\n", b"y" * 99 + b"\n", b"end\n"]
+    log.append(written)
+    assert [file.read_bytes() for file in segment_files(log.path)] == written
+
+
+def test_other_files_are_no_segments(tmp_path: Path) -> None:
+    names = ("a.jsonl", "a.2.jsonl", "a.02.jsonl", "a.x.jsonl", "ab.jsonl", "a-rank1.jsonl", "a..jsonl", "a.\u00b2.jsonl")
+    for name in names:
+        (tmp_path / name).touch()
+    assert [file.name for file in segment_files(tmp_path / "a.jsonl")] == ["a.jsonl", "a.2.jsonl"]
+    assert segment_files(tmp_path / "absent/a.jsonl") == []
+
+
+def test_a_cut_last_line_is_dropped_by_readers_and_by_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    Segments(path).append(numbered(0, 2))
+    with path.open("ab") as file:
+        file.write(b"c" * 200_000)  # longer than what is read at once
+    assert lines_of(path) == numbered(0, 2)
+    Segments(path).append(numbered(2, 3))
+    assert path.read_bytes() == b"".join(numbered(0, 3))
+    path.write_bytes(b"only a cut line")
+    Segments(path).append(numbered(0, 1))
+    assert path.read_bytes() == numbered(0, 1)[0]
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, room = Segments(tmp_path / "a.jsonl", segment_bytes=1000), [22]
+    write = os.write
+
+    def until_full(descriptor: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", until_full)
+    with pytest.raises(OSError, match="No space left"):
+        log.append(numbered(0, 5))
+    assert log.path.read_bytes() == b"".join(numbered(0, 2)), "two whole lines of 9 bytes, without the cut third one"
+    room[0] = 10**6
+    log.append(numbered(5, 7))
+    assert lines_of(log.path) == numbered(0, 2) + numbered(5, 7)
+
+
+def test_the_oldest_segments_of_all_paths_are_removed_first(tmp_path: Path) -> None:
+    logs = [Segments(tmp_path / f"{name}.jsonl", segment_bytes=20) for name in "ab"]
+    for log in logs:
+        log.append(numbered(0, 8))
+    files = [file for pair in zip(*(segment_files(log.path) for log in logs), strict=True) for file in pair]
+    for age, file in enumerate(files):
+        os.utime(file, ns=(age, age))
+    removed = remove_oldest([log.path for log in logs], 100)
+    assert removed == [(file, 18) for file in files[:3]], "5 of 8 segments of 18 bytes stay"
+    assert lines_of(logs[0].path) == numbered(4, 8) and lines_of(logs[1].path) == numbered(2, 8)
+    assert len(remove_oldest([log.path for log in logs], 0)) == 3, "the newest of each stay"
+    for log in logs:
+        log.append(numbered(8, 9))
+        assert lines_of(log.path) == numbered(6, 9)
+        assert segment_files(log.path)[-1].name.endswith(".4.jsonl"), "a number is never used twice"
