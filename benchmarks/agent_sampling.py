@@ -139,7 +139,7 @@ def _run(args: Args, player: Player, url: str) -> dict[str, Any]:
         "exit_status": status,
         "seconds": round(time.monotonic() - began, 1),
         **_figures(_lines(out / "metrics.jsonl")),
-        "overridden": dict(_overridden(_lines(out / "trajectories.jsonl"))),
+        "overridden": dict(_overridden(_lines(out / "trajectories-rank0.jsonl"))),
     }
 
 

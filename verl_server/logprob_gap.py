@@ -17,6 +17,7 @@ import itertools
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -117,6 +118,8 @@ class GapAlarm:
         self.bounds = bounds or BOUNDS[dtype]
         self._dtype, self._stops = str(dtype).removeprefix("torch."), stops
         self._means: deque[float] = deque(maxlen=_GROWING_STEPS)
+        self.on_alarm: Callable[[int, str, bool], None] = lambda step, text, stops: None
+        """Takes the step of an alarm, its text, and True if it raises an error."""
 
     def check(self, gap: LogprobGap | None, step: int) -> None:
         """Warn if the gap of `step` is above its bound. Raise LogprobGapError far above it, or if it keeps growing."""
@@ -138,5 +141,8 @@ class GapAlarm:
         text = f"Step {step}: log-probabilities of server and trainer differ: {gap}; {limit}."
         if self._stops and (not gap.mean <= bounds.stop_mean or grows):
             why = f"It grew over {_GROWING_STEPS} steps." if gap.mean <= bounds.stop_mean else ""
-            raise LogprobGapError(" ".join(part for part in (text, why, _CAUSES) if part))
+            message = " ".join(part for part in (text, why, _CAUSES) if part)
+            self.on_alarm(step, message, True)
+            raise LogprobGapError(message)
+        self.on_alarm(step, f"{text} {_CAUSES}", False)
         logger.warning("%s %s", text, _CAUSES)

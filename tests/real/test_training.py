@@ -82,7 +82,7 @@ def test_grpo(
 
     trained = Reference(load(out / "model"))
     digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
-    trajectories = lines(out / "trajectories.jsonl")[:8]
+    trajectories = lines(out / "trajectories-rank0.jsonl")[:8]
     before = sum(digit_probability(reference, each, digits) for each in trajectories) / len(trajectories)
     after = sum(digit_probability(trained, each, digits) for each in trajectories) / len(trajectories)
     print(f"probability of a digit: {before:.3f} before, {after:.3f} after the training")

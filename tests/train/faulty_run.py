@@ -28,7 +28,7 @@ from verl_server.train import run as run_module
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.policy import Policy
-from verl_server.train.run_folder import RunFolder
+from verl_server.train.run_writer import RunWriter
 
 STEP = 2
 """The step with the fault."""
@@ -97,7 +97,7 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
         return roll_out(run, *arguments)
 
     patch(GRPO, "_roll_out", noted)
-    forward, update, push, record = Policy.forward, PolicyTrainer.update, GRPO.push, RunFolder.record
+    forward, update, push, record = Policy.forward, PolicyTrainer.update, GRPO.push, RunWriter.record
 
     def fails_in_a_pass(error: Callable[[], BaseException], after: int) -> None:
         def broken(policy: Policy, *arguments: Any, **settings: Any) -> Any:
@@ -211,12 +211,12 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
             patch(Player, "is_agent", True)
         case "record":
 
-            def fails(folder: RunFolder, metrics: Any, *arguments: Any) -> None:
+            def fails(folder: RunWriter, metrics: Any, *arguments: Any) -> None:
                 if metrics.step == STEP:
                     raise OSError(errno.EIO, "Input/output error")
                 record(folder, metrics, *arguments)
 
-            patch(RunFolder, "record", fails)
+            patch(RunWriter, "record", fails)
         case _:
             raise ValueError(fault)
 

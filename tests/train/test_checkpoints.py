@@ -14,7 +14,6 @@ import torch
 
 from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
-from verl_server.rollout.trajectory import rank_files, read_jsonl
 from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import (
     Progress,
@@ -29,6 +28,7 @@ from verl_server.train.metrics import RolloutReport, describe_rollout
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.run_folder import RunFolder
+from verl_server.train.run_writer import RunWriter
 
 CPU = torch.device("cpu")
 CONFIG = GRPOConfig(epochs=2, minibatches=3, learning_rate=1e-2, warmup_steps=3, seed=7)
@@ -199,7 +199,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.start()
     folder.start()  # accepted, because the folder is still empty
-    folder.record(describe_rollout(RolloutReport(), step=0, version="0", ranks=1, gap=None))
+    record(tmp_path / "run", 1)
     with pytest.raises(BadRequestError, match=r"run already holds a run \(metrics.jsonl.*\)\. Name another folder"):
         folder.start()
     with pytest.raises(BadRequestError, match=r"nothing to resume in .*run: it contains no finished checkpoint"):
@@ -209,43 +209,17 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
         folder.start()
 
 
-def test_resuming_drops_the_steps_that_are_run_again(tmp_path: Path) -> None:
-    folder, everything = RunFolder(tmp_path), RunFolder(tmp_path, keep_trajectories="all")
-    for step in range(4):
-        metrics = describe_rollout(RolloutReport(), step=step, version="0", ranks=1, gap=None)
-        folder.record(metrics)
-        folder.record_trajectories(step, 0, [make_trajectory(0, 1.0)])
-        for rank in (0, 1, 12):
-            everything.record_trajectories(step, rank, [make_trajectory(0, 1.0)] * 5)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "cut of')
-    (tmp_path / "checkpoint-2").mkdir()
-    write_progress(tmp_path / "checkpoint-2", Progress(2, 2))
-    assert folder.resume() == tmp_path / "checkpoint-2"
-    for name in ("metrics.jsonl", "trajectories.jsonl"):
-        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [0, 1]
-    assert [file.name for file in rank_files(tmp_path)] == [f"trajectories-rank{rank}.jsonl" for rank in (0, 1, 12)]
-    for rank, file in zip((0, 1, 12), rank_files(tmp_path), strict=True):
-        labels = [(json.loads(line)["step"], json.loads(line)["rank"]) for line in file.read_text().splitlines()]
-        assert labels == [(0, rank)] * 5 + [(1, rank)] * 5
-        assert read_jsonl(file) == [make_trajectory(0, 1.0)] * 10
-    with pytest.raises(BadRequestError, match="already holds a run"):
-        RunFolder(tmp_path).start()
-
-
-def test_a_few_trajectories_are_those_of_the_first_rank(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    for rank in (0, 1):
-        folder.record_trajectories(3, rank, [make_trajectory(0, 1.0)] * 9)
-    assert len(read_jsonl(tmp_path / "trajectories.jsonl")) == 4 and not rank_files(tmp_path)
+def record(path: Path, steps: int) -> None:
+    files = RunWriter(path, "00000001")
+    for step in range(steps):
+        files.record(describe_rollout(RolloutReport(), step=step, version="0", ranks=1, gap=None))
 
 
 def recorded(path: Path, steps: int) -> RunFolder:
     """Return a folder with steps and a checkpoint behind them."""
     folder = RunFolder(path)
     folder.start()
-    for step in range(steps):
-        folder.record(describe_rollout(RolloutReport(), step=step, version="0", ranks=1, gap=None))
+    record(path, steps)
     (path / f"checkpoint-{steps}").mkdir()
     write_progress(path / f"checkpoint-{steps}", Progress(steps, steps))
     return folder

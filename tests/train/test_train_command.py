@@ -17,6 +17,8 @@ from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
 from verl_server.train.grpo import main
 from verl_server.train.options import TrainArgs
+from verl_server.watch.recorded import read_recorded
+from verl_server.watch.run_files import read_events
 from verl_server.weight_version import WeightVersion
 
 SETTINGS = ["--no-chat", "--max-turns", "3", "--max-new-tokens", "1", "--device", "cpu", "--retry-pause", "0"]
@@ -108,7 +110,10 @@ def test_a_run_gives_up_with_everything_saved_and_is_resumed(
     errors = lines(out / "errors.jsonl")
     replaced = [error for error in errors if error["replaced"]]
     assert len(errors) - len(replaced) == 12 + 24 and len(replaced) == 4 + 8  # two in each failing group
-    assert errors[0] | {"error": ""} == {
+    started = next(read_events(out))
+    assert errors[0] | {"error": "", "time": started.time} == {
+        "incarnation": started.incarnation,
+        "time": started.time,
         "step": 0,
         "rank": 0,
         "url": environment_url,
@@ -140,7 +145,12 @@ def test_a_run_gives_up_with_everything_saved_and_is_resumed(
     assert (written["version"], written["incarnation"]) == (3, fourth)
     assert [line["skipped"] is None for line in metrics] == [True, False, True, False]
     assert all(line["logprob_gap"] < 1e-4 for line in metrics if line["logprob_gap"] is not None)
-    assert [line["step"] for line in lines(out / "trajectories.jsonl")] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert [r.step for r in read_recorded(out)] == [step for step in range(4) for _ in range(24)]
+    kinds = [type(event).__name__ for event in read_events(out)]
+    step = ["StepBegan", "PushBegan", "PushEnded", "StepEnded"]
+    skipped = ["StepBegan", "StepEnded"]
+    first = ["RunStarted", "ServerLaunched", "PushBegan", "PushEnded", *step, *skipped, "CheckpointSaved", "RunEnded"]
+    assert kinds == [*first, "RunResumed", *first[1:]]
 
 
 def _run_ranks(ranks: int, arguments: list[str], out: Path) -> list[dict[str, Any]]:
@@ -162,8 +172,7 @@ def test_two_ranks_learn_what_one_learns(
     arguments = ["--model-path", str(policy_folder), "--env-url", environment_url, *SETTINGS]
     launched = ["--server.dtype", "float32", "--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
     one, two = tmp_path / "one", tmp_path / "two"
-    kept = ["--keep-trajectories", "all"]
-    both = _run_ranks(2, [*arguments, *launched, *kept, "--steps", "3", "--gradient-checkpointing"], two)
+    both = _run_ranks(2, [*arguments, *launched, "--steps", "3", "--gradient-checkpointing"], two)
     played = [lines(two / f"trajectories-rank{rank}.jsonl") for rank in (0, 1)]
     assert not (two / "trajectories.jsonl").exists()
     for rank, episodes in enumerate(played):

@@ -17,7 +17,9 @@ from verl_server.train.checkpoints import Progress, write_progress
 from verl_server.train.options import TrainArgs
 from verl_server.train.run import _run_steps
 from verl_server.train.run_folder import RunFolder
+from verl_server.train.run_writer import RunWriter
 from verl_server.train.stopping import RunStoppedError, StopRequest
+from verl_server.watch.recorded import read_recorded
 
 
 class Run:
@@ -40,7 +42,7 @@ def end(folder: Path, is_trained: bool = False) -> Run:
     saving: Any = None
     args = TrainArgs(model_path="unused", env_url="http://unused", steps=9)
     with pytest.raises(RunStoppedError):
-        _run_steps(args, run, RunFolder(folder), StopRequest(), saving)
+        _run_steps(args, run, RunWriter(folder, "00000001"), StopRequest(), saving)
     return run
 
 
@@ -57,9 +59,11 @@ def test_episodes_of_a_step_that_is_not_completed_are_kept(tmp_path: Path, one_r
         RunFolder(tmp_path).start()
 
 
-def test_episodes_that_were_trained_on_are_not(tmp_path: Path, one_rank: None) -> None:
-    end(tmp_path, is_trained=True)
-    assert not list(tmp_path.iterdir())
+def test_episodes_that_were_trained_on_are_those_of_the_step(tmp_path: Path, one_rank: None) -> None:
+    """The step is not run again: its push failed, and its weights are saved."""
+    run = end(tmp_path, is_trained=True)
+    assert [r.trajectory for r in read_recorded(tmp_path, step=3)] == run.played
+    assert not (tmp_path / "untrained-rank0.jsonl").exists()
 
 
 def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture) -> None:

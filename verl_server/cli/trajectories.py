@@ -150,7 +150,7 @@ def _shortened(error: str) -> str:
 
 def show(args: Show, console: Console) -> int:
     """Show the branches of one episode."""
-    named = [r for r in read_recorded(args.path, args.step) if r.name == args.episode]
+    named = read_recorded(args.path, args.step, episode=args.episode)
     last = max((r.step for r in named if r.step is not None), default=None)
     found = [r for r in named if r.step == last and args.branch in (None, r.trajectory.branch)]
     if not found:

@@ -353,17 +353,6 @@ def labelled(trajectories: Iterable[Trajectory], **label: Any) -> list[dict[str,
     return [label | msgspec.structs.asdict(trajectory) for trajectory in trajectories]
 
 
-def rank_files(folder: Path) -> list[Path]:
-    """Return the files with all trajectories of a training run, one for each rank, in the order of the ranks."""
-    found = [file for file in folder.glob("trajectories-rank*.jsonl") if _rank(file) is not None]
-    return sorted(found, key=lambda file: _rank(file) or 0)
-
-
-def _rank(file: Path) -> int | None:
-    number = file.stem.removeprefix("trajectories-rank")
-    return int(number) if number.isdecimal() else None
-
-
 def read_jsonl(path: Path) -> list[Trajectory]:
     """Return the trajectories in a file that `append_jsonl` wrote. Other keys of a line are ignored.
 

@@ -111,11 +111,12 @@ class TrainArgs:
     steps: int = 100
     """Steps of the whole run, including the steps before a --resume."""
     out: OutputPath = Path("runs/grpo")
-    """Folder for metrics.jsonl, trajectories.jsonl, errors.jsonl, the checkpoint, the trained model and run.json with
-    the settings. Missing folders above it are created. A folder that has another run is refused."""
-    keep_trajectories: Literal["few", "all"] = "few"
-    """few: four trajectories of rank 0 of each step, in trajectories.jsonl. all: every trajectory of every rank, in
-    trajectories-rankN.jsonl of its rank. `verl-server trajectories` shows both."""
+    """Folder for the files of the run: metrics, events and trajectories (docs/reference/run-folder.md), the checkpoint,
+    the trained model, and run.json with the settings. Missing folders above it are created. A folder that has another
+    run is refused."""
+    keep_trajectories: float = 16.0
+    """Most GiB of trajectories, and of what the trainer computed for them, that all ranks keep together. The oldest are
+    removed first. 0 keeps none. `verl-server trajectories` shows them."""
     resume: bool = False
     """Continue the run in `--out`. It goes on from its checkpoint. The settings must be equal, except those of servers,
     devices, bounds of time, memory and the number of steps (docs/runs.md has the list)."""
@@ -176,6 +177,8 @@ class TrainArgs:
             raise BadRequestError(
                 "--save-every, --retry-pause, --max-relaunches and --replacements must not be negative."
             )
+        if not 0 <= self.keep_trajectories < 2**30:
+            raise BadRequestError("--keep-trajectories must be from 0 to 2**30 GiB.")
         if len(set(self.server_urls)) < len(self.server_urls):
             raise BadRequestError(f"--server names one server twice: {' '.join(self.server_urls)}.")
         if self.rank_timeout <= self.limits.trajectory_timeout:

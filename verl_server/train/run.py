@@ -24,7 +24,9 @@ import contextlib
 import functools
 import logging
 import secrets
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from verl_server import lora
+from verl_server._version import __version__
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
@@ -57,9 +60,21 @@ from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_
 from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
 from verl_server.train.run_folder import RunFolder
 from verl_server.train.run_settings import run_settings
+from verl_server.train.run_writer import GIB, RunWriter
 from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.train.stopping import StopRequest
+from verl_server.watch.run_records import (
+    Alarm,
+    CheckpointSaved,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    ServerLaunched,
+    SignalReceived,
+    StepBegan,
+    StepEnded,
+)
 from verl_server.weight_version import new_incarnation
 
 logger = logging.getLogger(__name__)
@@ -157,8 +172,10 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         for name in ("verl_server.train", "verl_server.logprob_gap"):
             logging.getLogger(name).setLevel(logging.ERROR)
-    folder = RunFolder(args.out, functools.partial(run_settings, args), args.keep_trajectories)
-    with contextlib.closing(folder):
+    folder = RunFolder(args.out, functools.partial(run_settings, args))
+    kept_bytes = int(args.keep_trajectories * GIB)
+    files = RunWriter(args.out, incarnation, rank=ranks.rank, ranks=ranks.size, kept_bytes=kept_bytes)
+    with contextlib.closing(folder), contextlib.closing(files):
         checkpoint = ranks.call("RunFolder", lambda _: folder.open(args.resume))
         config_folder(args.model_path, setting="--model-path")
         tokenizer = load_tokenizer(args.model_path, "--model-path")
@@ -187,30 +204,58 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
             # With two dtypes, the bounds are those of the coarsest one.
             bounds = torch.bfloat16 if args.allow_dtype_mismatch else dtype
             alarm = None if args.gap_alarm == "off" else GapAlarm(bounds, stops=args.gap_alarm == "stop")
+            if alarm is not None:
+                alarm.on_alarm = lambda step, text, stops: files.note(
+                    Alarm(name="logprob_gap", step=step, message=text, stops=stops)
+                )
             servers = RolloutServers(
                 engines,
                 ranks,
                 restart_timeout=args.limits.restart_timeout,
                 max_relaunches=args.max_relaunches,
                 stop=stop,
+                note=files.note,
             )
             algorithm = make(args, RunParts(policy, device, servers, player, ranks, stop, alarm, incarnation))
             if checkpoint is not None:
                 algorithm.load(Path(checkpoint))
-            ranks.call("RunFolder.begin", lambda _: folder.begin())
+            ranks.call("RunFolder.begin", lambda _: _begin(folder, files, checkpoint, algorithm.next_step, ranks.size))
+            for engine in engines:
+                files.note(ServerLaunched(url=str(engine.url), attached=bool(args.server_urls)))
 
             def save(reached: Progressing) -> None:
-                algorithm.save(args.out, reached, final)
+                _save(args.out, algorithm, reached, final, files)
                 save_policy(policy, args.out / "model", tokenizer, final)
 
-            end.protect(RunState(algorithm.steps, algorithm.progress, save, str(args.out)))
+            def ended(status: int, error: str | None) -> None:
+                if stop.signal_number is not None:
+                    files.note(SignalReceived(signal=signal.Signals(stop.signal_number).name))
+                files.note(RunEnded(exit_status=status, error=error))
+
+            end.protect(RunState(algorithm.steps, algorithm.progress, save, str(args.out), ended))
             failure: BaseException | None = None
             try:
                 algorithm.push()
-                _run_steps(args, algorithm, folder, stop, saving)
+                _run_steps(args, algorithm, files, stop, saving)
             except BaseException as error:
                 failure = error
             end.finish(failure)
+
+
+def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_step: int, ranks: int) -> None:
+    """Store the settings of a new run, and write the event of this start. Rank 0 calls it."""
+    folder.begin()
+    if checkpoint is None:
+        files.begin(RunStarted(ranks=ranks, version=__version__, next_step=next_step))
+    else:
+        name = Path(checkpoint).name
+        files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name))
+
+
+def _save(out: Path, algorithm: Algorithm, reached: Progressing, saving: SaveGroup, files: RunWriter) -> None:
+    start = time.monotonic()
+    algorithm.save(out, reached, saving)
+    files.note(CheckpointSaved(name=f"checkpoint-{reached.next_step}", seconds=time.monotonic() - start))
 
 
 def _check_servers(args: TrainArgs) -> None:
@@ -281,36 +326,47 @@ def _player(
         )
 
 
-def _run_steps(args: TrainArgs, run: Algorithm, folder: RunFolder, stop: StopRequest, saving: SaveGroup) -> None:
+def _run_steps(args: TrainArgs, run: Algorithm, files: RunWriter, stop: StopRequest, saving: SaveGroup) -> None:
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
     while run.next_step < args.steps:
         torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
         number, finished = run.next_step, list[Trajectory]()
+        files.note(StepBegan(step=number))
         try:
             step = run.step(finished.append)
         except BaseException:
-            if run.next_step == number:
-                _keep_untrained(folder, number, finished)
+            _keep_finished(files, number, finished, is_trained=run.next_step > number)
             raise
-        folder.record_trajectories(number, dist.get_rank(), [*step.rollout.trajectories, *step.rollout.replaced])
-        if dist.get_rank() == 0:
-            folder.record(step.metrics, step.failures)
-            print(describe_step(step.metrics), flush=True)
-            if step.failures and step.metrics.skipped is None:
-                m, errors = step.metrics, count_errors(step.failures)
-                replaced = f", {m.replaced} more were replaced" if m.replaced else ""
-                text = "Step %d: %d of %d episodes failed%s: %s"
-                logger.warning(text, m.step, m.failed, m.trajectories, replaced, errors)
+        _record(files, step)
         with stop.interruptible():
             skipped.note(step.metrics)
         if args.save_every and run.next_step % args.save_every == 0:
-            run.save(args.out, run.progress(), saving)
+            _save(args.out, run, run.progress(), saving, files)
 
 
-def _keep_untrained(folder: RunFolder, step: int, finished: Sequence[Trajectory]) -> None:
-    """Write this rank's episodes of a step that the run does not complete. A full disk must not hide the error."""
+def _record(files: RunWriter, step: Step) -> None:
+    """Write this rank's part of a step. Rank 0 writes its metrics, too, and prints them."""
+    metrics = step.metrics
+    files.record_trajectories(metrics.step, [*step.rollout.trajectories, *step.rollout.replaced])
+    if dist.get_rank() > 0:
+        return
+    files.record(metrics, step.failures)
+    phases = {"rollout": metrics.rollout_seconds, "train": metrics.train_seconds, "sync": metrics.sync_seconds}
+    files.note(StepEnded(step=metrics.step, phases=phases, skipped=metrics.skipped))
+    print(describe_step(metrics), flush=True)
+    if step.failures and metrics.skipped is None:
+        m, errors = metrics, count_errors(step.failures)
+        replaced = f", {m.replaced} more were replaced" if m.replaced else ""
+        logger.warning("Step %d: %d of %d episodes failed%s: %s", m.step, m.failed, m.trajectories, replaced, errors)
+
+
+def _keep_finished(files: RunWriter, step: int, finished: Sequence[Trajectory], *, is_trained: bool) -> None:
+    """Write this rank's trajectories of a step that ended with an error. A full disk must not hide the error."""
     try:
-        folder.record_untrained(step, dist.get_rank(), finished)
+        if is_trained:
+            files.record_trajectories(step, finished)
+        else:
+            files.record_untrained(step, finished)
     except OSError as error:
         logger.error("%d episodes of step %d are lost: %s", len(finished), step, error)
 

@@ -147,6 +147,8 @@ class RunState:
     """Write checkpoint and model through the `SaveGroup` of this `RunEnd`. All ranks call it."""
     where: str
     """The folder that `save` writes, for messages."""
+    ended: Callable[[int, str | None], None] = lambda status, error: None
+    """Take the run's exit status and its error. It is called once, when the run is saved or cannot be saved."""
 
 
 class RunEnd:
@@ -187,12 +189,18 @@ class RunEnd:
         if not self._begin():
             threading.Event().wait()  # the watch thread saves, and ends the process
         verdict = self._end(error)
+        self._report(verdict)
         if verdict.first is None and verdict.is_saved:
             return
         if error is not None and verdict.is_mine and verdict.is_saved:
             error.add_note(verdict.saved)
             raise error
         raise RunEndedError(verdict.describe(), verdict.exit_status) from error
+
+    def _report(self, verdict: _Verdict) -> None:
+        is_complete = verdict.first is None and verdict.is_saved
+        assert self._state is not None
+        self._state.ended(verdict.exit_status, None if is_complete else verdict.describe())
 
     # -- one rank's part of the end -----------------------------------------------------------------------------
 
@@ -282,6 +290,7 @@ class RunEnd:
         try:
             verdict = self._end(error)
             status = verdict.exit_status
+            self._report(verdict)
             if self._saving.ranks.rank == 0:
                 print(f"The run has ended. {verdict.describe()}", file=sys.stderr, flush=True)
         except BaseException:

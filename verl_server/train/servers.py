@@ -8,10 +8,11 @@ launched again. One that somebody else started is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.train.stopping import StopRequest
+from verl_server.watch.run_records import PushBegan, PushEnded, RunEvent, ServerHealed, ServerLost, ServerRelaunched
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,12 @@ class RolloutServers:
         restart_timeout: float = 300.0,
         max_relaunches: int = MAX_RELAUNCHES,
         stop: StopRequest | None = None,
+        note: Callable[[RunEvent], None] = lambda event: None,
     ) -> None:
-        """`restart_timeout`: seconds to wait for a server when none is left. `stop` interrupts this wait."""
+        """`restart_timeout`: seconds to wait for a server when none is left. `stop` interrupts this wait.
+
+        `note` takes the events of servers and pushes.
+        """
         if not engines:
             raise BadRequestError("RolloutServers needs at least one engine.")
         self.engines = list(engines)
@@ -67,6 +73,7 @@ class RolloutServers:
         self._away: list[VerlEngine] = []
         """Servers that do not have the newest weights."""
         self._stop = stop or StopRequest()
+        self._note = note
 
     @property
     def urls(self) -> list[str]:
@@ -84,8 +91,9 @@ class RolloutServers:
             engine.update_weights_from_tensor(named_weights(), weight_version=version, partial=False)
 
         self._version = version
-        self._away = [engine for engine in self.engines if not self._done(engine, update)]
-        self._bring_back(named_weights)
+        with self._noted(version):
+            self._away = [engine for engine in self.engines if not self._done(engine, update)]
+            self._bring_back(named_weights)
         self._relaunches_left, self._has_pushed = self._max_relaunches, True
 
     def ensure(self, named_weights: NamedWeights) -> None:
@@ -95,9 +103,25 @@ class RolloutServers:
         weights that somebody else pushed.
         """
         lost = self._ranks.call("RolloutServers.ensure", lambda _: self._lost())
+        for engine in (self.engines[place] for place in lost):
+            if engine not in self._away:
+                self._note(ServerLost(url=str(engine.url), error="It does not have the newest weights any more."))
         self._away = [self.engines[place] for place in lost]
         if len(self._away) == len(self.engines):
             self._bring_back(named_weights)
+
+    @contextlib.contextmanager
+    def _noted(self, version: str) -> Iterator[None]:
+        """Note the begin and the end of the push of `version` in the block."""
+        start, error = time.monotonic(), None
+        self._note(PushBegan(version=version))
+        try:
+            yield
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            self._note(PushEnded(version=version, seconds=time.monotonic() - start, error=error))
 
     def _bring_back(self, named_weights: NamedWeights) -> None:
         """Heal the servers that are away and answer. If no other server is left, wait for one of them."""
@@ -122,6 +146,7 @@ class RolloutServers:
         is_healed = self._done(engine, lambda engine: engine.heal(named_weights(), version=self._version, timeout=0.0))
         if is_healed:
             logger.warning("The server at %s serves version %s again.", engine.url, self._version)
+            self._note(ServerHealed(url=str(engine.url), version=str(self._version)))
         return is_healed
 
     def _done(self, engine: VerlEngine, act: Callable[[VerlEngine], Any]) -> bool:
@@ -130,6 +155,7 @@ class RolloutServers:
             act(engine)
         except (ServerDiedError, ServerRestartedError, ServerUnavailableError) as error:
             logger.warning("The server at %s has no weights of this trainer: %s", engine.url, error)
+            self._note(ServerLost(url=str(engine.url), error=str(error)))
             return False
         return True
 
@@ -187,6 +213,7 @@ class RolloutServers:
             logger.warning("%s It is launched again. Launches that are left: %d.", report, self._relaunches_left)
             try:
                 adapter.relaunch(self._stop.check)
+                self._note(ServerRelaunched(url=str(engine.url), launches_left=self._relaunches_left))
                 return
             except ServerLaunchError as error:
                 report = str(error)

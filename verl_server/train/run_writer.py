@@ -1,0 +1,136 @@
+"""`RunWriter`: one rank's writer of the files of a training run. `watch.run_records` describes the lines.
+
+    metrics.jsonl              one `StepMetrics` for each step
+    errors.jsonl               one `Failure` for each episode that failed
+    events.jsonl               what happened to the run, its servers and its steps, one event a line
+    trajectories-rankN.jsonl   every trajectory of rank N
+    trained-rankN.jsonl        what the trainer of rank N computed for each trajectory that it trained
+    untrained-rankN.jsonl      trajectories of rank N that ended in a step which the run did not complete
+    events-rankN.jsonl         segments that rank N > 0 has removed
+
+A file with the number of a rank is written by that rank, the others by rank 0. Lines are only appended: a resumed run
+appends the steps that run again under another incarnation, and `run_files` tells them from the lost ones. Files are
+rotated by size (`files.segments`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_server.files.json_values import jsonable
+from verl_server.files.segments import SEGMENT_BYTES, Segments, remove_oldest
+from verl_server.rollout.trajectory import Trajectory, labelled
+from verl_server.train.metrics import Failure, StepMetrics
+from verl_server.watch.run_records import Label, RunEvent, RunResumed, RunStarted, SegmentRemoved, TrainedTrajectory
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+KEPT_BYTES = 16 * GIB
+"""Default of the size of all trajectories of a run."""
+_SEGMENTS = 8
+"""Segments that a bound of the size holds at least, so that removing one removes a small part."""
+
+
+class RunWriter:
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: str,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        """Take `kept_bytes`, the most bytes of trajectories of all ranks. 0 writes no trajectories.
+
+        Nothing is created before the first line is written.
+        """
+        self.folder = folder
+        self.incarnation = incarnation
+        self._rank = rank
+        self._kept_bytes = kept_bytes // ranks
+        segment_bytes = min(SEGMENT_BYTES, max(1, self._kept_bytes // _SEGMENTS))
+        self._trajectories = Segments(folder / f"trajectories-rank{rank}.jsonl", segment_bytes)
+        self._trained = Segments(folder / f"trained-rank{rank}.jsonl", segment_bytes)
+        self._untrained = Segments(folder / f"untrained-rank{rank}.jsonl")
+        self._metrics = Segments(folder / "metrics.jsonl")
+        self._errors = Segments(folder / "errors.jsonl")
+        self._events = Segments(folder / (f"events-rank{rank}.jsonl" if rank else "events.jsonl"))
+
+    def close(self) -> None:
+        for file in (
+            self._trajectories,
+            self._trained,
+            self._untrained,
+            self._metrics,
+            self._errors,
+            self._events,
+        ):
+            file.close()
+
+    def begin(self, event: RunStarted | RunResumed) -> None:
+        """Write the event of this start. Readers need it to tell the lines of several starts from each other.
+
+        Rank 0 calls it before anything else is written. Raise OSError if it cannot be written.
+        """
+        self._append_event(event)
+
+    def note(self, event: RunEvent) -> None:
+        """Write an event with the time of now. On ranks > 0, do nothing unless it is about the rank's own files.
+
+        An event that cannot be written is logged, and does not end the run.
+        """
+        if self._rank and not isinstance(event, SegmentRemoved):
+            return
+        try:
+            self._append_event(event)
+        except OSError as error:
+            logger.error("The event %s cannot be written: %s", type(event).__name__, error)
+
+    def record(self, metrics: StepMetrics, failures: Sequence[Failure] = ()) -> None:
+        """Append one step to metrics.jsonl and errors.jsonl. Rank 0 calls it."""
+        label = self._label(metrics.step)
+        self._errors.append(_lines(label | msgspec.structs.asdict(failure) for failure in failures))
+        self._metrics.append(_lines([label | dataclasses.asdict(metrics)]))
+
+    def record_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Append this rank's trajectories of a step. Every rank calls it with its own."""
+        if self._kept_bytes and trajectories:
+            self._trajectories.append(_lines(labelled(trajectories, **self._label(step))))
+            self._bound()
+
+    def record_trained(self, trained: Sequence[TrainedTrajectory]) -> None:
+        """Append what the trainer computed for this rank's trajectories. Every rank calls it with its own."""
+        if self._kept_bytes and trained:
+            self._trained.append(_lines(trained))
+            self._bound()
+
+    def record_untrained(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Append this rank's trajectories that ended in a step which the run does not complete."""
+        if trajectories:
+            self._untrained.append(_lines(labelled(trajectories, **self._label(step))))
+
+    def _bound(self) -> None:
+        """Remove the oldest segments with trajectories beyond the bound."""
+        for file, size in remove_oldest([self._trajectories.path, self._trained.path], self._kept_bytes):
+            self.note(SegmentRemoved(rank=self._rank, file=file.name, bytes=size))
+
+    def _label(self, step: int) -> dict[str, Any]:
+        label = Label(step=step, rank=self._rank, incarnation=self.incarnation, time=time.time())
+        return msgspec.structs.asdict(label)
+
+    def _append_event(self, event: RunEvent) -> None:
+        event.time, event.incarnation = time.time(), self.incarnation
+        self._events.append(_lines([event]))
+
+
+def _lines(records: Iterable[Any]) -> Iterable[bytes]:
+    return (msgspec.json.encode(record, enc_hook=jsonable) + b"\n" for record in records)

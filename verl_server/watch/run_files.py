@@ -1,0 +1,119 @@
+"""Reads the files of a training run: metrics, events, and what is known of each trajectory.
+
+A run that was killed and resumed has two sorts of lines about a step: those of the run that goes on, and lost ones, of
+an incarnation that had gone further than the checkpoint. By default, the functions here yield the first sort only. All
+of them read a run that grows, and folders of earlier versions.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+from verl_server.files.json_files import decode_json, parse_json
+from verl_server.files.segments import read_segments
+from verl_server.watch.run_records import AnyEvent, Label, RunResumed, RunStarted, TrainedTrajectory
+from verl_server.weight_version import WeightVersion
+
+_SEGMENT = re.compile(r"\.[1-9][0-9]*$")
+
+
+class Lineage:
+    """The starts of a run. It says which lines are of the run that goes on."""
+
+    def __init__(self, events: Iterator[AnyEvent]) -> None:
+        """`events` are those of the run, in order."""
+        starts = [event for event in events if isinstance(event, RunStarted | RunResumed)]
+        self._ends: dict[str | None, float] = {}
+        end = float("inf")
+        for start in reversed(starts):
+            self._ends.setdefault(start.incarnation, end)
+            end = min(end, start.next_step)
+        self._ends.setdefault(None, end)
+
+    def has(self, step: int | None, incarnation: str | None) -> bool:
+        """Return True unless a later start runs `step` of `incarnation` again.
+
+        An incarnation that no event names counts as one before the first event.
+        """
+        return step is None or step < self._ends.get(incarnation, self._ends[None])
+
+
+def rank_paths(folder: Path, kind: str) -> list[Path]:
+    """Return the paths KIND-rankN.jsonl that have segments in a folder, in the order of the ranks."""
+    ranks = set()
+    for file in folder.glob(f"{kind}-rank*.jsonl"):
+        rank = _SEGMENT.sub("", file.stem).removeprefix(f"{kind}-rank")
+        if rank.isascii() and rank.isdecimal():
+            ranks.add(int(rank))
+    return [folder / f"{kind}-rank{rank}.jsonl" for rank in sorted(ranks)]
+
+
+def read_events(folder: Path) -> Iterator[AnyEvent]:
+    """Yield the events of a run in the order of their times. Kinds that this version does not know are left out.
+
+    Raise BadRequestError, which names the line, for a line that is damaged.
+    """
+    paths = [folder / "events.jsonl", *rank_paths(folder, "events")]
+    yield from heapq.merge(*map(_events, paths), key=lambda event: event.time)
+
+
+def read_lineage(folder: Path) -> Lineage:
+    """Return the starts of a run. A folder of an earlier version has none, and no lost lines."""
+    return Lineage(_events(folder / "events.jsonl"))
+
+
+def read_metrics(folder: Path, *, lost: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl. With `lost`, those of steps that ran again, too.
+
+    Raise BadRequestError, which names the line, for a line that is damaged.
+    """
+    lineage = read_lineage(folder)
+    for where, line in read_segments(folder / "metrics.jsonl"):
+        label = read_label(line, where)
+        if lost or lineage.has(label.step, label.incarnation):
+            yield parse_json(line, where)
+
+
+def read_trained(folder: Path, *, lost: bool = False) -> Iterator[TrainedTrajectory]:
+    """Yield what the trainer computed for each trained trajectory of all ranks. `lost` is as in `read_metrics`."""
+    lineage = read_lineage(folder)
+    for path in rank_paths(folder, "trained"):
+        for where, line in read_segments(path):
+            trained = decode_json(line, TrainedTrajectory, where)
+            if lost or lineage.has(trained.step, trained.incarnation):
+                yield trained
+
+
+class _MetricsLabel(Label):
+    weight_version: str | None = None
+
+
+def read_label(line: bytes, where: str) -> Label:
+    """Return the label of a line. Without `incarnation`, it is that of `weight_version`, if the line has one."""
+    label = decode_json(line, _MetricsLabel, where)
+    if label.step is not None and label.step < 0:
+        raise BadRequestError(f"{where}: step is negative")
+    if label.incarnation is None and label.weight_version is not None:
+        version = WeightVersion.parse(label.weight_version)
+        label.incarnation = None if version is None else version.incarnation
+    return label
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+def _events(path: Path) -> Iterator[AnyEvent]:
+    for where, line in read_segments(path):
+        if decode_json(line, _Kind, where).kind in _KINDS:
+            yield decode_json(line, AnyEvent, where)  # type: ignore[arg-type]
+
+
+_KINDS = {event.__struct_config__.tag for event in AnyEvent.__args__}

@@ -1,0 +1,239 @@
+"""The records in the files of a training run, one a line. `run_files` reads them, `train.run_writer` writes them.
+
+Each line is a JSON object. Keys that a reader does not know are to be ignored: later versions add some.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Label(msgspec.Struct, kw_only=True):
+    """The first keys of each line of metrics.jsonl, errors.jsonl, trajectories-rankN.jsonl and untrained-rankN.jsonl.
+
+    A step that was lost and runs again has lines of two incarnations.
+    """
+
+    step: int | None = None
+    """Training step. In a line of a trajectory, it is the step in which the episode was used."""
+    rank: int | None = None
+    """Rank that wrote the line."""
+    incarnation: str | None = None
+    """Incarnation of the start of the run that wrote the line. None in files of earlier versions."""
+    time: float | None = None
+    """Wall time of the line, in seconds since 1970."""
+
+
+class TrainedTrajectory(msgspec.Struct, kw_only=True):
+    """A line of trained-rankN.jsonl: what the trainer computed for a trajectory in the first pass over it.
+
+    The trajectory is the line of the same rank and incarnation in trajectories-rankN.jsonl that has `sampled_step`,
+    `group`, `member`, `session` and `branch`. Lists have one number for each token in `positions`, rounded to 6
+    decimals.
+    """
+
+    step: int
+    """Step that trained the trajectory."""
+    rank: int
+    """Rank that trained the trajectory."""
+    incarnation: str
+    """Incarnation that trained the trajectory."""
+    time: float
+    """Wall time of the line, in seconds since 1970."""
+    sampled_step: int
+    """`step` of the trajectory's line."""
+    group: int
+    """`task.group` of the trajectory."""
+    member: int
+    """Number of the episode in its group."""
+    session: str = ""
+    """Id of the agent's session. "" without an agent."""
+    branch: int = 0
+    """Number of the branch in the session."""
+    advantage: float
+    """Advantage of the trajectory."""
+    age: int | None
+    """Number of the trained version - that of the oldest sampled token. None if the versions have no order."""
+    positions: list[int]
+    """Positions of the trained tokens in `Trajectory.tokens`."""
+    logprobs: list[float | None]
+    """The trainer's log-probability of each trained token. None if it is not finite."""
+    entropy: list[float | None] = []
+    """Entropy of the policy at each trained token, in nats. [] if the trainer did not compute it."""
+    loss_weights: list[float] = []
+    """Factor of each token in the loss, beside the advantage. [] if all are 1."""
+
+
+class RunEvent(msgspec.Struct, kw_only=True):
+    """A line of events.jsonl. `kind` says which of the events below it is."""
+
+    time: float = 0.0
+    """Wall time, in seconds since 1970."""
+    incarnation: str = ""
+    """Incarnation of the start of the run that wrote the event."""
+
+
+class RunStarted(RunEvent, tag_field="kind", tag="run_started"):
+    """A new run begins."""
+
+    ranks: int
+    """Number of trainer ranks."""
+    version: str
+    """Version of this package."""
+    next_step: int = 0
+    """The first step."""
+
+
+class RunResumed(RunEvent, tag_field="kind", tag="run_resumed"):
+    """The run goes on from a checkpoint. Lines of earlier incarnations about `next_step` and later are lost steps."""
+
+    ranks: int
+    """Number of trainer ranks."""
+    version: str
+    """Version of this package."""
+    next_step: int
+    """The first step that runs again."""
+    checkpoint: str
+    """Name of the checkpoint's folder."""
+
+
+class RunEnded(RunEvent, tag_field="kind", tag="run_ended"):
+    """The run has ended. A run that was killed has no such event."""
+
+    exit_status: int
+    """Exit status of rank 0."""
+    error: str | None = None
+    """Type and message of the error that ended the run; None if the run is complete."""
+
+
+class SignalReceived(RunEvent, tag_field="kind", tag="signal"):
+    """A signal stops the run."""
+
+    signal: str
+    """Name of the signal, such as SIGTERM."""
+
+
+class ServerLaunched(RunEvent, tag_field="kind", tag="server_launched"):
+    """A rollout server is ready, which the run launched or attached to."""
+
+    url: str
+    """URL of the server."""
+    attached: bool = False
+    """True if somebody else started the server."""
+
+
+class ServerLost(RunEvent, tag_field="kind", tag="server_lost"):
+    """A server has ended, or was started again, and does not have the trainer's weights any more."""
+
+    url: str
+    """URL of the server."""
+    error: str
+    """What the trainer found."""
+
+
+class ServerRelaunched(RunEvent, tag_field="kind", tag="server_relaunched"):
+    """The run has launched its server again."""
+
+    url: str
+    """URL of the server."""
+    launches_left: int
+    """Launches that are left until the next push."""
+
+
+class ServerHealed(RunEvent, tag_field="kind", tag="server_healed"):
+    """A server that was lost has the newest weights again."""
+
+    url: str
+    """URL of the server."""
+    version: str
+    """Version of the weights."""
+
+
+class PushBegan(RunEvent, tag_field="kind", tag="push_began"):
+    """The trainer begins to copy its weights into the servers."""
+
+    version: str
+    """Version of the weights."""
+
+
+class PushEnded(RunEvent, tag_field="kind", tag="push_ended"):
+    """The servers have the weights, or the push failed."""
+
+    version: str
+    """Version of the weights."""
+    seconds: float
+    """Time since the push began."""
+    error: str | None = None
+    """Type and message of the error; None if at least one server has the weights."""
+
+
+class StepBegan(RunEvent, tag_field="kind", tag="step_began"):
+    """A training step begins."""
+
+    step: int
+    """Number of the step."""
+
+
+class StepEnded(RunEvent, tag_field="kind", tag="step_ended"):
+    """A training step has ended."""
+
+    step: int
+    """Number of the step."""
+    phases: dict[str, float]
+    """Phase (rollout, train, sync) -> its seconds, in the order of the phases."""
+    skipped: str | None = None
+    """The reason if the step had nothing to train on."""
+
+
+class CheckpointSaved(RunEvent, tag_field="kind", tag="checkpoint_saved"):
+    """A checkpoint is on the disk."""
+
+    name: str
+    """Name of the checkpoint's folder."""
+    seconds: float
+    """Time that saving took."""
+
+
+class Alarm(RunEvent, tag_field="kind", tag="alarm"):
+    """A figure of a step is beyond its bound."""
+
+    name: str
+    """What is judged: logprob_gap."""
+    step: int
+    """Number of the step."""
+    message: str
+    """The figures, the likely causes and the remedies."""
+    stops: bool
+    """True if the alarm ends the run."""
+
+
+class SegmentRemoved(RunEvent, tag_field="kind", tag="segment_removed"):
+    """The oldest trajectories of a rank were removed, because the files exceed `--keep-trajectories`."""
+
+    rank: int
+    """Rank that wrote the file."""
+    file: str
+    """Name of the file."""
+    bytes: int
+    """Size of the file."""
+
+
+AnyEvent: TypeAlias = (
+    RunStarted
+    | RunResumed
+    | RunEnded
+    | SignalReceived
+    | ServerLaunched
+    | ServerLost
+    | ServerRelaunched
+    | ServerHealed
+    | PushBegan
+    | PushEnded
+    | StepBegan
+    | StepEnded
+    | CheckpointSaved
+    | Alarm
+    | SegmentRemoved
+)
