@@ -60,6 +60,9 @@ class Segments:
 
         Raise OSError if they cannot be written. The segment then ends with the last line that was written whole.
         """
+        lines = list(lines)  # a record that cannot be encoded raises before anything is written
+        if not lines:
+            return
         with self._lock:
             if self._descriptor < 0:
                 self._open_newest()

@@ -46,6 +46,7 @@ from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.servers import RolloutServers
 from verl_server.train.stopping import StopRequest
+from verl_server.train.trained_record import TrainedRecord
 from verl_server.weight_version import WeightVersion, new_incarnation
 
 _PROBE_SECONDS = 1.0
@@ -91,6 +92,7 @@ class PolicyTrainer:
         )
         self.scaling = LossScaling(policy.compute_dtype, device)
         self.steps = StepCounter()
+        self.trained = TrainedRecord(config.correction_bound)
         self._run_steps = steps
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:
@@ -125,6 +127,7 @@ class PolicyTrainer:
         Raise NonFiniteError or LossScaleError on all ranks, before an optimizer step that would break the weights.
         """
         config = self.config
+        self.trained.clear()
         most = int(over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
         minibatches = min(config.minibatches, most)
         progress = step / max(1, self._run_steps)
@@ -182,6 +185,7 @@ class PolicyTrainer:
             batch = MicroBatch.of(rows, self.device, config.correction_bound)
             want_entropy = config.track_entropy or entropy_coef > 0
             logprobs, entropy = self.policy(batch.tokens, batch.positions, config.temperature, entropy=want_entropy)
+            self.trained.note(rows, batch, logprobs, entropy)
             loss, parts = policy_loss(logprobs, entropy, batch, config, entropy_coef)
             # FSDP averages gradients over ranks; the loss is a mean over the tokens of all ranks.
             self.scaling.backward(loss * (dist.get_world_size() * mean))
@@ -296,7 +300,7 @@ class GRPO:
                 self.version = self.next_step
                 self.push()
                 metrics.sync_seconds = time.monotonic() - trained
-        return Step(metrics, rollout, report.failures + report.replaced)
+        return Step(metrics, rollout, report.failures + report.replaced, self.trainer.trained.take(step, version))
 
     def progress(self) -> Progressing:
         """Return the progress of this rank, also after an error inside a step.

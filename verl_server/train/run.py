@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -74,6 +74,7 @@ from verl_server.watch.run_records import (
     SignalReceived,
     StepBegan,
     StepEnded,
+    TrainedTrajectory,
 )
 from verl_server.weight_version import new_incarnation
 
@@ -118,6 +119,8 @@ class Step:
     """The episodes of this rank."""
     failures: list[Failure]
     """The failed episodes of all ranks, with those that were replaced."""
+    trained: list[TrainedTrajectory] = field(default_factory=list)
+    """What the trainer computed for the trajectories that this rank trained."""
 
 
 class Algorithm(Protocol):
@@ -348,6 +351,7 @@ def _record(files: RunWriter, step: Step) -> None:
     """Write this rank's part of a step. Rank 0 writes its metrics, too, and prints them."""
     metrics = step.metrics
     files.record_trajectories(metrics.step, [*step.rollout.trajectories, *step.rollout.replaced])
+    files.record_trained(step.trained)
     if dist.get_rank() > 0:
         return
     files.record(metrics, step.failures)

@@ -29,7 +29,6 @@ from verl_server.train.run_settings import MAY_DIFFER
 logger = logging.getLogger(__name__)
 
 
-
 class RunFolder:
     def __init__(
         self,

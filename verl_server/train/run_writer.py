@@ -110,6 +110,8 @@ class RunWriter:
     def record_trained(self, trained: Sequence[TrainedTrajectory]) -> None:
         """Append what the trainer computed for this rank's trajectories. Every rank calls it with its own."""
         if self._kept_bytes and trained:
+            for record in trained:
+                record.rank, record.incarnation, record.time = self._rank, self.incarnation, time.time()
             self._trained.append(_lines(trained))
             self._bound()
 

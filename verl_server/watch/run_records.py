@@ -36,11 +36,11 @@ class TrainedTrajectory(msgspec.Struct, kw_only=True):
 
     step: int
     """Step that trained the trajectory."""
-    rank: int
+    rank: int = 0
     """Rank that trained the trajectory."""
-    incarnation: str
+    incarnation: str = ""
     """Incarnation that trained the trajectory."""
-    time: float
+    time: float = 0.0
     """Wall time of the line, in seconds since 1970."""
     sampled_step: int
     """`step` of the trajectory's line."""
@@ -62,7 +62,7 @@ class TrainedTrajectory(msgspec.Struct, kw_only=True):
     """The trainer's log-probability of each trained token. None if it is not finite."""
     entropy: list[float | None] = []
     """Entropy of the policy at each trained token, in nats. [] if the trainer did not compute it."""
-    loss_weights: list[float] = []
+    loss_weights: list[float | None] = []
     """Factor of each token in the loss, beside the advantage. [] if all are 1."""
 
 
