@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 from unittest.mock import MagicMock
 
 from declarations import Class, ClassName, Field, Function, Package
@@ -23,6 +24,7 @@ from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
 from verl_server.server.http.operation import Operation
 from verl_server.server.openapi import SAMPLING
+from verl_server.watch.run_records import AnyEvent
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -50,8 +52,22 @@ PAGES = {
     "engines.md": "`VerlEngine`, `HttpServerEngineAdapter` and `Engine`, with their options and results.",
     "rollouts.md": "`AgentLoop`, its limits, trajectories, renderers and environments.",
     "agents.md": "`run_agents`, its limits and servers, and what an agent and a reward function are given.",
+    "run-folder.md": "Every file of a training run and the fields of its lines: steps, events, trajectories.",
     "extras.md": "The optional packages of an installation: what each brings, and who needs it.",
 }
+RUN_FILES = (
+    ("`metrics.jsonl`", "a step: [Label](#label) and [StepMetrics](#stepmetrics)", "rank 0"),
+    ("`errors.jsonl`", "an episode that failed: [Label](#label) and [Failure](#failure)", "rank 0"),
+    ("`events.jsonl`", "an event: `kind`, and the fields of [its class](#runevent)", "rank 0"),
+    (
+        "`trajectories-rankN.jsonl`",
+        "a trajectory: [Label](#label) and [Trajectory](rollouts.md#trajectory)",
+        "rank N",
+    ),
+    ("`trained-rankN.jsonl`", "a trajectory that was trained: [TrainedTrajectory](#trainedtrajectory)", "rank N"),
+    ("`untrained-rankN.jsonl`", "a trajectory that ended in a step which the run did not complete", "rank N"),
+    ("`events-rankN.jsonl`", "a segment that rank N > 0 has removed: [SegmentRemoved](#segmentremoved)", "rank N"),
+)
 SECTIONS = {
     "verl_server.server.dialects.sglang.routes": "Generation",
     "verl_server.server.dialects.sglang.health_routes": "Health",
@@ -391,6 +407,31 @@ def agents_page(site: Site) -> None:
     site.add_data(page, page.used)
 
 
+def run_folder_page(site: Site) -> None:
+    page = site.page("run-folder.md", "The files of a training run")
+    page.add(
+        "The folder of `python -m verl_server.train.grpo --out`. What the lines mean over several starts, how files are "
+        "rotated and bounded, and what writing costs: [the output of a run](../runs.md#the-files-of-a-training-run).",
+        table(("file", "one line is", "written by"), RUN_FILES),
+        "`verl_server.watch` reads them, also while the run grows, and in folders of earlier versions:",
+        "```python\nfrom verl_server.watch.recorded import read_recorded\n"
+        "from verl_server.watch.run_files import read_events, read_metrics, read_trained\n```",
+    )
+    page.add_function(site.package.function("verl_server.watch.recorded", "read_recorded"), "read_recorded")
+    for name in ("read_metrics", "read_events", "read_trained"):
+        page.add_function(site.package.function("verl_server.watch.run_files", name), name)
+    page.add_class(site.package.class_of("verl_server.watch.recorded", "Recorded"))
+    home = "verl_server.watch.run_records"
+    for name in ("Label", "TrainedTrajectory"):
+        page.add_class(site.package.class_of(home, name))
+    page.add_class(site.package.class_of("verl_server.train.metrics", "StepMetrics"))
+    page.add_class(site.package.class_of("verl_server.train.metrics", "Failure"))
+    page.add_class(site.package.class_of(home, "RunEvent"))
+    for event in get_args(AnyEvent):
+        page.add_class(site.package.class_of(home, event.__name__), level="###")
+        page.add(f'`kind` is `"{event.__struct_config__.tag}"`.')
+
+
 def extras_page(site: Site) -> None:
     page = site.page("extras.md", "Extras")
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -462,6 +503,7 @@ def build() -> dict[str, str]:
         engines_page,
         rollouts_page,
         agents_page,
+        run_folder_page,
         extras_page,
     ]
     for write in writers:

@@ -349,13 +349,14 @@ def _run_steps(args: TrainArgs, run: Algorithm, files: RunWriter, stop: StopRequ
 
 def _record(files: RunWriter, step: Step) -> None:
     """Write this rank's part of a step. Rank 0 writes its metrics, too, and prints them."""
-    metrics = step.metrics
+    metrics, start = step.metrics, time.monotonic()
     files.record_trajectories(metrics.step, [*step.rollout.trajectories, *step.rollout.replaced])
     files.record_trained(step.trained)
     if dist.get_rank() > 0:
         return
     files.record(metrics, step.failures)
     phases = {"rollout": metrics.rollout_seconds, "train": metrics.train_seconds, "sync": metrics.sync_seconds}
+    phases["record"] = time.monotonic() - start
     files.note(StepEnded(step=metrics.step, phases=phases, skipped=metrics.skipped))
     print(describe_step(metrics), flush=True)
     if step.failures and metrics.skipped is None:

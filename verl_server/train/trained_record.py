@@ -35,11 +35,13 @@ class TrainedRecord:
 
         `logprobs` and `entropy` [n] fp32 are those of the batch's `positions`.
         """
-        counts = [len(sampled_positions(sample.trajectory)) for sample in samples]
-        entropies = [None] * len(counts) if entropy is None else entropy.detach().split(counts)
-        found = zip(samples, logprobs.detach().split(counts), entropies, batch.log_weights.split(counts), strict=True)
-        for sample, *values in found if samples else ():
-            self._found.setdefault(id(sample.trajectory), (sample, *values))  # type: ignore[arg-type]
+        start = 0
+        for sample in samples:
+            rows = slice(start, start + len(sampled_positions(sample.trajectory)))
+            start = rows.stop
+            own = None if entropy is None else entropy.detach()[rows]
+            found = (sample, logprobs.detach()[rows], own, batch.log_weights[rows])
+            self._found.setdefault(id(sample.trajectory), found)
 
     def take(self, step: int, version: str) -> list[TrainedTrajectory]:
         """Return the records of training step `step`, which trained the weights `version`, and forget them."""
