@@ -410,8 +410,9 @@ def agents_page(site: Site) -> None:
 def run_folder_page(site: Site) -> None:
     page = site.page("run-folder.md", "The files of a training run")
     page.add(
-        "The folder of `python -m verl_server.train.grpo --out`. What the lines mean over several starts, how files are "
-        "rotated and bounded, and what writing costs: [the output of a run](../runs.md#the-files-of-a-training-run).",
+        "The folder of `python -m verl_server.train.grpo --out`. "
+        "[The output of a run](../runs.md#the-files-of-a-training-run) "
+        "says what lines of several starts mean, how files are rotated and bounded, and what writing costs.",
         table(("file", "one line is", "written by"), RUN_FILES),
         "`verl_server.watch` reads them, also while the run grows, and in folders of earlier versions:",
         "```python\nfrom verl_server.watch.recorded import read_recorded\n"

@@ -6,74 +6,88 @@ The passes compute it anyway. It stays on the device until the step has ended, s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from verl_server.rollout.trajectory import Trajectory
-from verl_server.train.batches import MicroBatch, Sample, sampled_positions
+from verl_server.train.batches import MicroBatch, Sample
 from verl_server.watch.run_records import TrainedTrajectory
 from verl_server.weight_version import WeightVersion
 
 _DECIMALS = 6
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """The results of one forward pass: [n] fp32 for the trained tokens of all samples."""
+
+    samples: Sequence[Sample]
+    logprobs: Tensor
+    entropy: Tensor | None
+    log_weights: Tensor
+
+
 class TrainedRecord:
     def __init__(self, correction: float = 0.0) -> None:
         """`correction` is that of `MicroBatch.of`."""
         self._correction = correction
-        self._found: dict[int, tuple[Sample, Tensor, Tensor | None, Tensor]] = {}
-        """Trajectory -> (sample, log-probabilities, entropy, log-weights) of its trained tokens."""
+        self._passes: list[_Pass] = []
+        self._seen: set[int] = set()
 
     def clear(self) -> None:
         """Forget the step before."""
-        self._found.clear()
+        self._passes.clear()
+        self._seen.clear()
 
     def note(self, samples: Sequence[Sample], batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> None:
-        """Keep the results of a pass over `batch`, which has `samples`. Later passes over a trajectory are ignored.
+        """Keep the results of a pass over `batch`, which has `samples`, unless all of them had one before.
 
         `logprobs` and `entropy` [n] fp32 are those of the batch's `positions`.
         """
-        start = 0
-        for sample in samples:
-            rows = slice(start, start + len(sampled_positions(sample.trajectory)))
-            start = rows.stop
-            own = None if entropy is None else entropy.detach()[rows]
-            found = (sample, logprobs.detach()[rows], own, batch.log_weights[rows])
-            self._found.setdefault(id(sample.trajectory), found)
+        new = {id(sample.trajectory) for sample in samples} - self._seen
+        if new:
+            self._seen |= new
+            own = None if entropy is None else entropy.detach()
+            self._passes.append(_Pass(samples, logprobs.detach(), own, batch.log_weights))
 
     def take(self, step: int, version: str) -> list[TrainedTrajectory]:
         """Return the records of training step `step`, which trained the weights `version`, and forget them."""
-        records = [self._record(step, version, *found) for found in self._found.values()]
+        records: dict[int, TrainedTrajectory] = {}
+        for found in self._passes:
+            for sample, record in self._records(found, step, version):
+                records.setdefault(id(sample.trajectory), record)
         self.clear()
-        return records
+        return list(records.values())
 
-    def _record(
-        self,
-        step: int,
-        version: str,
-        sample: Sample,
-        logprobs: Tensor,
-        entropy: Tensor | None,
-        log_weights: Tensor,
-    ) -> TrainedTrajectory:
-        trajectory = sample.trajectory
-        weights = log_weights.exp().clamp(max=self._correction) if self._correction > 0 else torch.ones(0)
-        return TrainedTrajectory(
-            step=step,
-            sampled_step=step,
-            group=trajectory.task.group,
-            member=trajectory.member,
-            session=trajectory.session,
-            branch=trajectory.branch,
-            advantage=sample.advantage,
-            age=age_of(trajectory, version),
-            positions=sampled_positions(trajectory).tolist(),
-            logprobs=_numbers(logprobs),
-            entropy=[] if entropy is None else _numbers(entropy),
-            loss_weights=_numbers(weights) if (weights != 1).any() else [],
-        )
+    def _records(self, found: _Pass, step: int, version: str) -> Iterator[tuple[Sample, TrainedTrajectory]]:
+        logprobs = _numbers(found.logprobs)
+        entropy = [] if found.entropy is None else _numbers(found.entropy)
+        weights = _numbers(found.log_weights.exp().clamp(max=self._correction)) if self._correction > 0 else []
+        start = 0
+        for sample in found.samples:
+            trajectory = sample.trajectory
+            positions = [at for at, is_trained in enumerate(trajectory.trained_mask) if is_trained and at]
+            rows = slice(start, start + len(positions))
+            start = rows.stop
+            yield (
+                sample,
+                TrainedTrajectory(
+                    step=step,
+                    sampled_step=step,
+                    group=trajectory.task.group,
+                    member=trajectory.member,
+                    session=trajectory.session,
+                    branch=trajectory.branch,
+                    advantage=sample.advantage,
+                    age=age_of(trajectory, version),
+                    positions=positions,
+                    logprobs=logprobs[rows],
+                    entropy=entropy[rows],
+                    loss_weights=weights[rows] if any(weight != 1 for weight in weights[rows]) else [],
+                ),
+            )
 
 
 def age_of(trajectory: Trajectory, version: str) -> int | None:

@@ -182,8 +182,10 @@ class StepEnded(RunEvent, tag_field="kind", tag="step_ended"):
     step: int
     """Number of the step."""
     phases: dict[str, float]
-    """Phase (rollout, train, sync, record) -> its seconds on rank 0, in the order of the phases. The rollout is that of the
-    slowest rank, and `record` is the writing of these files."""
+    """Phase (rollout, train, sync, record) -> its seconds, in the order of the phases.
+
+    The rollout is that of the slowest rank, the others are those of rank 0. `record` is the writing of these files.
+    """
     skipped: str | None = None
     """The reason if the step had nothing to train on."""
 
