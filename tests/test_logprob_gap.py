@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 
@@ -80,6 +81,18 @@ def test_a_gap_that_keeps_growing_stops() -> None:
         alarm.check(gap(mean), step)
     with pytest.raises(LogprobGapError, match="It grew over 4 steps"):
         alarm.check(gap(0.05), 4)
+
+
+def test_an_alarm_is_reported_with_what_it_does() -> None:
+    for stops in (True, False):
+        found: list[tuple[int, str, bool]] = []
+        alarm = GapAlarm(torch.float32, bounds=BY_HAND, stops=stops)
+        alarm.on_alarm = lambda *alarm, found=found: found.append(alarm)  # type: ignore[misc]
+        alarm.check(gap(BY_HAND.warn_mean / 2), 6)
+        with pytest.raises(LogprobGapError) if stops else contextlib.nullcontext():
+            alarm.check(gap(2 * BY_HAND.stop_mean), 7)
+        ((step, text, ends),) = found
+        assert (step, ends) == (7, stops) and "Step 7: log-probabilities" in text and "Likely causes" in text
 
 
 def test_growth_below_the_bound_is_no_alarm() -> None:

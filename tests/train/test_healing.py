@@ -32,6 +32,7 @@ from verl_server.train.grpo import GRPO, PolicyTrainer, main
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, attach_engine
 from verl_server.train.servers import RolloutServers
+from verl_server.watch.run_files import read_events
 
 
 @pytest.mark.timeout(300)
@@ -114,6 +115,9 @@ def test_sessions_of_an_agent_go_on_when_the_server_was_launched_again(
     assert [(m["trajectories"], m["failed"]) for m in metrics] == [(6, 0)] * 2, errors.exists() and errors.read_text()
     assert all(m["logprob_gap"] < 1e-4 for m in metrics)
     assert PID not in os.environ and "It is launched again" in caplog.text
+    kinds = [type(event).__name__ for event in read_events(out)]
+    assert kinds.index("ServerLost") < kinds.index("ServerRelaunched") < kinds.index("ServerHealed")
+    assert kinds.count("ServerLost") == kinds.count("ServerHealed") == 1
 
 
 @pytest.fixture
