@@ -178,7 +178,16 @@ def test_an_event_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, ca
 
 def test_failures_have_the_incarnation(tmp_path: Path) -> None:
     failure = Failure(
-        step=3, rank=1, url="u", stop_reason="env_error", error="e", seed=0, group=0, episode_id=None, turns=0
+        step=3,
+        rank=1,
+        url="u",
+        stop_reason="env_error",
+        fault="infrastructure",
+        error="e",
+        seed=0,
+        group=0,
+        episode_id=None,
+        turns=0,
     )
     RunWriter(tmp_path, FIRST).record(metrics_of(3), [failure])
     (line,) = map(json.loads, (tmp_path / "errors.jsonl").read_text().splitlines())

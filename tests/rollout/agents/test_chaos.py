@@ -27,7 +27,8 @@ from verl_server import HttpServerEngineAdapter
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentRun, AgentTask, Server
-from verl_server.rollout.trajectory import StopReason, Trajectory
+from verl_server.rollout.faults import FAULTS
+from verl_server.rollout.trajectory import Fault, StopReason, Trajectory
 
 KEY = "owner"
 ROUNDING = 1e-4
@@ -148,7 +149,8 @@ def check_ends(size: Size, wild: Played) -> None:
         if expected is StopReason.DONE:
             assert (episode.reward, episode.error) == (1.0, None)
         else:
-            assert episode.reward is None and episode.error
+            is_scored = FAULTS[expected] is Fault.POLICY and episode.tokens
+            assert episode.reward == (0.0 if is_scored else None) and episode.error, (task, expected)
         died = death if expected in (StopReason.AGENT_ERROR, StopReason.AGENT_KILLED) else None
         kinds.add((is_program, expected, died and died[1]))
     assert len(kinds) == 10, "five ends (two of them deaths) of functions and of programs"
