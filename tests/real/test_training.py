@@ -89,6 +89,7 @@ def test_grpo(
     assert after > 1.2 * before
 
     # The server has the trained weights by the last push, and has them again from the saved folder.
-    pushed = check(pushable, trained, tokenizer, str(STEPS))
+    incarnation = metrics[-1]["weight_version"].partition("@")[2]
+    pushed = check(pushable, trained, tokenizer, f"{STEPS}@{incarnation}")
     pushable.update_weights_from_disk(str(out / "model"), weight_version="saved")
     assert check(pushable, trained, tokenizer, "saved") == pushed

@@ -90,7 +90,7 @@ def test_heal(folder: Path, reference: Reference, perturbed: Reference, tokenize
                 server = serve(folder, port)
                 with pytest.raises(ServerRestartedError):
                     engine.generate("The capital of France is", {"max_new_tokens": 1})
-                engine.heal(weights)
+                engine.heal(weights, version="noisy")
                 assert check(engine, perturbed, tokenizer, "noisy") == texts
         finally:
             server.terminate()
