@@ -68,7 +68,7 @@ BREAKS = [
         '        self.state, self._torn_by = "torn", reason\n',
         "        self._torn_by = reason\n",
         "tests/worker/weights/test_weight_updater.py",
-        r"assert \(False, 500, 'serving', '1'\) == \(False, 500, 'torn', '1'\)",
+        r"assert \(False, 500, 'serving', 1\) == \(False, 500, 'torn', 1\)",
     ),
     Break(
         "an update is whole",
