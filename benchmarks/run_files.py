@@ -1,4 +1,4 @@
-"""What writing the files of a training run costs, on the demo's game.
+"""Measure the cost of writing the files of a training run, on the demo's game.
 
     python -m benchmarks.run_files --steps 8
 

@@ -1,4 +1,4 @@
-"""What to do with a LoRA adapter: the text of every refusal where a request, a setting or a folder brings one.
+"""The texts of all refusals of LoRA adapters, which a request, a setting or a folder may name.
 
 Adapters are not served: the weights of a server are those of a whole model. A trainer merges its adapter into them for
 each push, and an adapter in a folder is merged once. Whoever refuses an adapter says this first, and then what was
@@ -20,17 +20,17 @@ _HOW = (
     f"model.unmerge_adapter(); see {PAGE})"
 )
 PUSH_MERGED = f"merge {_HOW}, because adapters are not served"
-"""What to do instead, as the end of a sentence."""
+"""The remedy, as the end of a sentence."""
 MERGE_FOLDER = (
     "Merge the adapter into its base model (PEFT: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload()"
     f".save_pretrained(FOLDER); see {PAGE}), and name the merged folder"
 )
-"""What to do with a folder, as the beginning of a sentence."""
+"""The remedy for a folder, as the beginning of a sentence."""
 MERGE_IN_VERL = (
     "Set actor_rollout_ref.model.lora.merge=True, and verl merges the adapter into the weights that it pushes "
     f"(see {PAGE})"
 )
-"""What to do with a setting of verl's trainer, as a sentence without its end."""
+"""The remedy for a setting of verl's trainer, as a sentence without its end."""
 
 REQUEST_FIELDS = dict.fromkeys(("lora_path", "lora_id", "lora_name", "lora_int_id", "lora_request"), PUSH_MERGED)
 """Fields of generation requests that choose an adapter, in SGLang or by the names of vLLM's `LoRARequest`."""

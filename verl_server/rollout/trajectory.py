@@ -64,7 +64,7 @@ class StopReason(StrEnum):
 
 
 class Fault(StrEnum):
-    """Who is responsible for the end of an episode. `rollout.faults` has the fault of each `StopReason`."""
+    """The party that caused the end of an episode. `rollout.faults` has the fault of each `StopReason`."""
 
     POLICY = "policy"
     """The policy: the episode is scored, and gets no second try."""
@@ -156,7 +156,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     stop_reason: StopReason | None = None
     """Reason for the end of the episode, None while the episode runs."""
     fault: Fault | None = None
-    """Who is responsible for the end. None while the episode runs, and in records of an earlier version."""
+    """The party that caused the end. None while the episode runs, and in records of an earlier version."""
     error: str | None = None
     """Cause of the episode's failure, None if the episode did not fail."""
     resumes: int = 0

@@ -37,7 +37,7 @@ class Failure(msgspec.Struct, kw_only=True):
     turns: int
     """Number of turns that the episode had begun."""
     fault: str
-    """Who is responsible: policy, infrastructure or unknown."""
+    """The party that caused the end: policy, infrastructure or unknown."""
     attempt: int = 0
     """Number of episodes that were replaced before this one in the same place of the group."""
     replaced: bool = False

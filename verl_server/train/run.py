@@ -120,7 +120,7 @@ class Step:
     failures: list[Failure]
     """The failed episodes of all ranks, with those that were replaced."""
     trained: list[TrainedTrajectory] = field(default_factory=list)
-    """What the trainer computed for the trajectories that this rank trained."""
+    """The values that the trainer computed for the trajectories that this rank trained."""
 
 
 class Algorithm(Protocol):

@@ -197,7 +197,7 @@ NOT_RUN = {
 
 
 class Kit(unittest.TestCase):
-    """What the kits read: the server, its process, the model's folder, and a tokenizer."""
+    """The attributes that the kits read: the server, its process, the model's folder, and a tokenizer."""
 
     base_url: str
     process: Any

@@ -61,7 +61,7 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     sampled: int | None = None
     """Number of sampled tokens of all branches, including sub-agents' sessions. None in a run of an earlier version."""
     fault: Fault | None = None
-    """Who is responsible for the end. None in a run of an earlier version."""
+    """The party that caused the end. None in a run of an earlier version."""
     reward_failed: bool | None = None
     """True if the reward function failed. None in a run of an earlier version."""
 

@@ -165,7 +165,7 @@ class AgentEpisode:
     reason: StopReason | None = None
     """Reason for the end, None before it."""
     fault: Fault | None = None
-    """Who is responsible for the end, None before it."""
+    """The party that caused the end. None before the end."""
     error: str | None = None
     """Cause of a failure, None if the attempt did not fail."""
     exit_code: int | None = None
