@@ -225,12 +225,29 @@ def test_the_tree_of_a_session_is_listed_in_slices(make_stack: MakeStack, monkey
     assert len(sleeps) >= 10
 
 
-def test_values_of_callers_do_not_outlive_their_session() -> None:
-    async def main() -> None:
-        ledger = SessionLedger()
+def measured(make: Callable[[], Awaitable[tuple[int, int]]], is_right: Callable[[int, int], bool]) -> None:
+    """Check (counted bytes, bytes that this process holds more than before) of what `make` does.
+
+    Threads that earlier tests have left behind allocate, too, so it is tried up to three times.
+    """
+    found = []
+    for _ in range(3):
         gc.collect()
         tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            counted, used = run(make())
+            found.append((counted, used - before))
+        finally:
+            tracemalloc.stop()
+        if is_right(*found[-1]):
+            return
+    pytest.fail(f"(counted, used) bytes: {found}")
+
+
+def test_values_of_callers_do_not_outlive_their_session() -> None:
+    async def main() -> tuple[int, int]:
+        ledger = SessionLedger()
         for k in range(20):
             who = created(ledger)
             for i in range(10):
@@ -239,22 +256,17 @@ def test_values_of_callers_do_not_outlive_their_session() -> None:
             ledger.delete(who.session_id)
             del who
         gc.collect()
-        used = tracemalloc.get_traced_memory()[0] - before
-        tracemalloc.stop()
-        assert used < 100_000, used
-        assert ledger.table.memory == 0
+        return ledger.table.memory, tracemalloc.get_traced_memory()[0]
 
-    run(main())
+    measured(main, lambda counted, used: counted == 0 and used < 100_000)
 
 
 @pytest.mark.parametrize("what", ["metadata", "keys", "cancelled messages", "rewards", "conditions", "running"])
 def test_counted_bytes_are_about_the_memory(what: str) -> None:
-    async def main() -> None:
+    async def main() -> tuple[int, int]:
         ledger = SessionLedger(Bounds(max_sessions=10_000))
         turns, who = TurnLedger(ledger), created(ledger)
-        gc.collect()
-        tracemalloc.start()
-        before, counted = tracemalloc.get_traced_memory()[0], ledger.table.memory
+        begun = ledger.table.memory
         for k in range(300):
             match what:
                 case "metadata":
@@ -274,11 +286,9 @@ def test_counted_bytes_are_about_the_memory(what: str) -> None:
                         caller(created(ledger).session_id), plan(range(500), messages=body + b"%d" % k), None, b""
                     )
         gc.collect()
-        used, counted = tracemalloc.get_traced_memory()[0] - before, ledger.table.memory - counted
-        tracemalloc.stop()
-        assert 0.7 < counted / used < 2.0, (counted, used)
+        return ledger.table.memory - begun, tracemalloc.get_traced_memory()[0]
 
-    run(main())
+    measured(main, lambda counted, used: 0.7 < counted / used < 2.0)
 
 
 def test_the_sampling_parameters_of_a_session_are_bounded() -> None:
