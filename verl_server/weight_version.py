@@ -74,6 +74,20 @@ class WeightVersion:
         return self.number < other.number
 
 
+def at_least(version: WeightVersion) -> str:
+    """Return the demand that `version`, and every later one of its incarnation, satisfies (`satisfies`)."""
+    return f">={version}"
+
+
+def satisfies(served: str | None, demand: str) -> bool:
+    """Return True if weights with the label `served` satisfy `demand`: a label, or `at_least` a version."""
+    least = WeightVersion.parse(demand[2:]) if demand.startswith(">=") else None
+    if least is None:
+        return served == demand
+    version = None if served is None else WeightVersion.parse(served)
+    return version is not None and version.incarnation == least.incarnation and version >= least
+
+
 AnyVersion = str | int | WeightVersion
 """A version as a caller of an engine may name it; see `label_of`."""
 

@@ -35,7 +35,7 @@ from verl_server.ipc.child_process import ChildProcess
 from verl_server.messages.io_struct import AcceptRestartReq
 from verl_server.messages.results import ServerInfo
 from verl_server.messages.weight_requests import UpdateMode, UpdateWeightsFromDiskReq
-from verl_server.weight_version import AnyVersion, label_of
+from verl_server.weight_version import AnyVersion, label_of, satisfies
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +114,9 @@ class RestartableServer(EngineBase):
         """Return why the server cannot generate for this engine before somebody acts, or None if it can.
 
         It cannot if it does not run, if it is still starting, or if it was started again and its weights are not
-        confirmed. With `version`, its weights must also have this version. A server that is slow to answer is not lost,
-        and neither is one of another project, whose restarts do not show. Any thread may call it.
+        confirmed. With `version`, a label or `at_least` a version, its weights must also satisfy it. A server that is
+        slow to answer is not lost, and neither is one of another project, whose restarts do not show. Any thread may
+        call it.
         """
         if self._instance.id is None:
             return None
@@ -144,7 +145,7 @@ class RestartableServer(EngineBase):
             return (
                 f"Run {instance} of the server at {self.url} serves version {served!r}, which no engine has confirmed."
             )
-        if version is not None and info["weight_version"] != version:
+        if version is not None and not satisfies(info["weight_version"], version):
             return f"The server at {self.url} serves version {info['weight_version']!r}, not {version!r}."
         return None
 
@@ -182,8 +183,8 @@ class RestartableServer(EngineBase):
     async def async_wait_until_healed(self, timeout: float, version: str | None = None) -> None:
         """Wait until the server answers and its weights are confirmed, and accept its current run.
 
-        With `version`, wait until the weights have this version. The weights of a new run are confirmed when the engine
-        that pushes calls `heal` or `accept_restart`, or pushes every parameter. Raise ServerRestartedError after
+        With `version`, wait until the weights satisfy it, as in `lost`. The weights of a new run are confirmed when the
+        engine that pushes calls `heal` or `accept_restart`, or pushes every parameter. Raise ServerRestartedError after
         `timeout` seconds, and ServerDiedError if the server was launched by this adapter and has ended.
         """
         deadline = time.monotonic() + timeout

@@ -151,15 +151,23 @@ class AgentLoop:
         return self._runner.run(work)
 
     async def arun(
-        self, tasks: Sequence[Task], on_finish: OnFinish | None = None, *, version: str | None = None
+        self,
+        tasks: Sequence[Task],
+        on_finish: OnFinish | None = None,
+        *,
+        version: str | None = None,
+        slots: asyncio.Semaphore | None = None,
     ) -> Rollout:
         """Play all tasks as `run` does, in the caller's event loop.
 
-        With `version`, episodes play only on servers whose weights have this version, and wait without a bound of their
-        own until there is one: the trainer, who pushes this version, looks at `stranded` and brings the servers back.
+        With `version`, episodes play only on servers whose weights satisfy it (`weight_version.satisfies`), and wait
+        without a bound of their own until there is one: the trainer, who pushes this version, looks at `stranded` and
+        brings the servers back. `slots` bounds the episodes of several calls together, in the place of
+        `max_concurrency`. Such a call is a part of a rollout: it does not raise if every generation failed.
         """
         clock = _new_clock()
-        slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
+        is_part = slots is not None
+        slots = slots or asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
 
         left = Replacements(self._replacements)
@@ -197,7 +205,8 @@ class AgentLoop:
         async with EnginePool(self.engines, restart_timeout, version) as server:
             with watch:
                 trajectories = await run_all(play(task) for task in tasks)
-        return self._checked(Rollout(trajectories=trajectories, seconds=clock(), replaced=replaced))
+        rollout = Rollout(trajectories=trajectories, seconds=clock(), replaced=replaced)
+        return rollout if is_part else self._checked(rollout)
 
     def start(
         self, tasks: Sequence[Task], on_finish: OnFinish | None = None, *, version: str | None = None

@@ -11,6 +11,7 @@ values. Masks (grammars of tool calls and answers) are the agent's choice, and t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -127,10 +128,12 @@ class AgentGroups:
         on_finish: Callable[[Trajectory], None] | None = None,
         *,
         version: str | None = None,
+        slots: asyncio.Semaphore | None = None,
     ) -> Rollout:
         """Play the tasks of whole groups, each `group_size` tasks in a row. `on_finish` is called with each branch.
 
-        With `version`, sessions begin only on servers whose weights have this version. Episodes that the infrastructure
+        With `version`, sessions begin only on servers whose weights satisfy it. `slots` bounds the episodes of several
+        calls together, in the place of `max_concurrency`. Episodes that the infrastructure
         ended are replaced, within the bound `--replacements` of their group. A fault of one episode raises nothing.
         Raise BadRequestError if a token to train on has no known log-probability under the policy.
         """
@@ -164,6 +167,7 @@ class AgentGroups:
             on_finish=keep,
             notice=self._notice,
             version=version,
+            slots=slots,
         )
         places = {task.episode_id: place for place, task in enumerate(tasks)}
         trajectories.sort(key=lambda t: places[t.task.episode_id])  # stable: branches keep their order

@@ -29,6 +29,8 @@ class Sample:
     proximal_logprobs: Tensor | None = field(default=None, compare=False)
     """[n] fp32: log-probabilities of the tokens to train on under the trainer's weights before the first optimizer step
     on this batch. None: nothing needs them, or the present weights are those."""
+    sampled_step: int | None = field(default=None, compare=False)
+    """Step in which the trajectory was begun. None: the step that trains it."""
 
     def __post_init__(self) -> None:
         check_usable([self.trajectory])

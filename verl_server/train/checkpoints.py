@@ -55,6 +55,10 @@ class Progress:
     incarnation: str | None = None
     """Incarnation that wrote the checkpoint: its version was `version`@`incarnation` (`weight_version`). A run that
     continues from it pushes the weights under an incarnation of its own."""
+    next_group: int | None = None
+    """The first group that has not started. Asynchronous runs only."""
+    undone_groups: list[int] | None = None
+    """The groups that have started and were not trained. The run starts them again when it continues."""
 
 
 class CheckpointError(VerlServerError):
@@ -157,18 +161,21 @@ def save_checkpoint(
     version: int,
     loss_scaling: dict[str, Any] | None = None,
     incarnation: str | None = None,
+    next_group: int | None = None,
+    undone_groups: list[int] | None = None,
     saving: SaveGroup | None = None,
 ) -> Path:
     """Write a checkpoint to a folder of its own, remove the older ones, and return the folder.
 
     The folder appears when all of it is on the disk. Do nothing if the newest checkpoint already is of this step.
-    `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version. `saving` has
-    the connections to use; by default they are made for this call. Raise CheckpointError on all ranks if a rank cannot
+    `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version.
+    `next_group` and `undone_groups` are those of `Progress`. `saving` has the connections to use; by default they are
+    made for this call. Raise CheckpointError on all ranks if a rank cannot
     write.
     """
     saving = saving or SaveGroup.of_all_ranks()
     folder = out / f"checkpoint-{next_step}"
-    progress = Progress(next_step, version, bool(optimizer.state), loss_scaling, incarnation)
+    progress = Progress(next_step, version, bool(optimizer.state), loss_scaling, incarnation, next_group, undone_groups)
 
     def begin(_: list[bytes]) -> str | None:
         return None if latest_checkpoint(out) == folder and _is_whole(folder) else str(temporary_folder(folder))

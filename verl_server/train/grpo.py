@@ -13,10 +13,11 @@ algorithm, copy this file. `losses` has the losses. The other modules of this fo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,11 +38,19 @@ from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.losses import mean_losses, policy_loss
-from verl_server.train.metrics import Learned, RolloutReport, describe_rollout, merge_reports, report_rollout
+from verl_server.train.metrics import (
+    Learned,
+    RolloutReport,
+    describe_rollout,
+    merge_reports,
+    note_learned,
+    report_rollout,
+)
 from verl_server.train.options import GRPOConfig, TrainArgs
+from verl_server.train.players import Player, open_player
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup, full, over_ranks
-from verl_server.train.run import Player, RunParts, Step
+from verl_server.train.run import RunParts, Step
 from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.servers import RolloutServers
@@ -290,12 +299,8 @@ class GRPO:
         else:
             learned = self.trainer.update(samples, step)
             self.next_step += 1
-            metrics.losses = learned.losses
-            metrics.trained_tokens, metrics.padded_tokens = learned.tokens, learned.padded_tokens
-            metrics.skipped_optimizer_steps = learned.skipped_optimizer_steps
-            metrics.loss_scale = self.trainer.scaling.scale
             trained = time.monotonic()
-            metrics.train_seconds = trained - start
+            note_learned(metrics, learned, self.trainer.scaling.scale, trained - start)
             if learned.optimizer_steps:
                 self.version = self.next_step
                 self.push()
@@ -387,15 +392,17 @@ class GRPO:
         return True
 
 
-def make_grpo(args: TrainArgs, parts: RunParts) -> GRPO:
-    """Return the algorithm of a run with the options `args`."""
+@contextlib.contextmanager
+def open_grpo(args: TrainArgs, parts: RunParts) -> Iterator[GRPO]:
+    """Yield the algorithm of a run with the options `args`. Each rank plays its groups in a thread of its own."""
     trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
-    return GRPO(trainer, parts.servers, parts.player, parts.ranks, parts.stop, parts.alarm, parts.incarnation)
+    with open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player:
+        yield GRPO(trainer, parts.servers, player, parts.ranks, parts.stop, parts.alarm, parts.incarnation)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
-    return run.main("python -m verl_server.train.grpo", make_grpo, argv)
+    return run.main("python -m verl_server.train.grpo", TrainArgs, open_grpo, argv)
 
 
 if __name__ == "__main__":

@@ -341,6 +341,24 @@ class StepMetrics:
     """Factor of the loss after the step. None if the loss is not scaled, or if the step trained nothing."""
     skipped: str | None = None
     """The reason if the step had nothing to train on; weights and version stay."""
+    age: float | None = None
+    """Mean age of the episodes: the number of the trained version minus that of an episode's oldest token. Asynchronous
+    runs only, as the next four."""
+    age_max: int | None = None
+    """Largest age of an episode."""
+    ages: dict[str, int] = field(default_factory=dict)
+    """Age -> number of episodes."""
+    version_spans: dict[str, int] = field(default_factory=dict)
+    """Number of versions that sampled tokens of one episode -> number of episodes."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """Cause -> seconds that the trainer waited before the step: episodes (too few groups had finished), deadline
+    (enough had finished, but an older one must not become too old), servers (those that were lost were brought back).
+    """
+    idle: dict[str, float] = field(default_factory=dict)
+    """trainer, servers -> share of the time since the last step in which it had nothing to do: the trainer waited, or a
+    server had no request (mean over the servers that tell)."""
+    dropped_groups: int = 0
+    """Groups that were left out since the last step, because they were too old."""
     success: float | None = None
     """Share of episodes that succeeded, if the caller defines success."""
     unsampled: int = 0
@@ -362,6 +380,15 @@ class StepMetrics:
     """Mean reward of the scored episodes that replaced no other one."""
     original_tokens: float | None = None
     """Mean number of sampled tokens of the same episodes."""
+
+
+def note_learned(metrics: StepMetrics, learned: Learned, loss_scale: float | None, seconds: float) -> None:
+    """Set what the optimizer steps of a step have learned, and their time."""
+    metrics.losses = learned.losses
+    metrics.trained_tokens, metrics.padded_tokens = learned.tokens, learned.padded_tokens
+    metrics.skipped_optimizer_steps = learned.skipped_optimizer_steps
+    metrics.loss_scale = loss_scale
+    metrics.train_seconds = seconds
 
 
 def describe_rollout(

@@ -1,7 +1,7 @@
 """The options of a training run: `GRPOConfig` for the algorithm, `TrainArgs` for everything else.
 
-The command line of `verl_server.train.grpo` is generated from these classes: each docstring below a field is the help
-text of that option.
+The command lines of `verl_server.train.grpo` and `async_grpo` are generated from these classes: each docstring below a
+field is the help text of that option.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from verl_server.engine.rank_group import RANK_TIMEOUT
 from verl_server.errors import BadRequestError
 from verl_server.files.path_options import OutputPath
+from verl_server.messages.weight_requests import UpdateMode
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.faults import FaultRules
@@ -89,6 +90,8 @@ class TrainArgs:
     gone or the disk is full, the last checkpoint stays.)
     """
 
+    command: ClassVar[str] = "train.grpo"
+    """Name of the command in run.json."""
     model_path: str
     """Model folder or hub id with the initial weights of the policy."""
     env_url: Annotated[str | None, tyro.conf.arg(aliases=("--environment",))] = None
@@ -213,8 +216,42 @@ class TrainArgs:
                 "--agent needs an owner's key of the server at --server: name its file with --server.api-key-file."
             )
 
+    def update_mode(self) -> UpdateMode:
+        """Return the treatment of requests that run during a push. No episode plays then, but an agent may linger."""
+        return "wait"
+
     @property
     def server_settings(self) -> dict[str, Any]:
         """The fields of `server` that differ from their defaults."""
         defaults = vars(ServerArgs(model_path=""))
         return {name: value for name, value in vars(self.server).items() if value not in (defaults[name], "")}
+
+
+@dataclass(frozen=True)
+class AsyncTrainArgs(TrainArgs):
+    """Train a policy with GRPO while its episodes play: neither the trainer nor the environments wait for each other.
+
+    The exit statuses and what is saved are those of verl_server.train.grpo. docs/async-training.md says when it pays.
+    """
+
+    command: ClassVar[str] = "train.async_grpo"
+    out: OutputPath = Path("runs/async-grpo")
+    """Folder for the files of the run: metrics, events and trajectories (docs/reference/run-folder.md), the checkpoint,
+    the trained model, and run.json with the settings. Missing folders above it are created. A folder that has another
+    run is refused."""
+    max_staleness: int = 1
+    """Largest age of a group when it is trained: the number of pushes since it started. At most groups x
+    (max_staleness + 1) groups are started and not done. 0 is the synchronous run."""
+    stale: Literal["wait", "drop"] = "wait"
+    """The trainer waits for a group that would become too old, or does not: it drops the groups that are too old, and
+    starts others. Dropping loses the slow tasks first."""
+    push_mode: Literal["in_place", "retract"] = "in_place"
+    """Episodes that generate during a push keep their KV cache, or compute it again under the new weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_staleness < 0:
+            raise BadRequestError(f"--max-staleness must be at least 0, not {self.max_staleness}.")
+
+    def update_mode(self) -> UpdateMode:
+        return self.push_mode

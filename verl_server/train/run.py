@@ -29,32 +29,32 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from verl_server import lora
 from verl_server._version import __version__
-from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import UnansweredError, VerlServerError
 from verl_server.files.command_options import parse_options
 from verl_server.files.model_folder import config_folder, load_tokenizer
 from verl_server.logprob_gap import GapAlarm
-from verl_server.rollout.agent_loop import AgentLoop, Rollout
+from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.environment_check import check_environment
-from verl_server.rollout.loop_thread import Running
-from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
+from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.server_check import check_server
-from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
 from verl_server.train.metrics import Failure, StepMetrics, count_errors, describe_step
 from verl_server.train.options import TrainArgs
+from verl_server.train.players import prepare
 from verl_server.train.policy import Policy, load_policy, save_policy
 from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_engine, setup_ranks
 from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
@@ -81,34 +81,6 @@ from verl_server.weight_version import new_incarnation
 logger = logging.getLogger(__name__)
 
 
-class Player(Protocol):
-    """The player of a step's episodes: an `AgentLoop`, or `AgentGroups`."""
-
-    @property
-    def environment_url(self) -> str:
-        """URL or name of the environment, for reports of failures."""
-
-    @property
-    def is_agent(self) -> bool:
-        """True if an agent of the user plays. Such an agent may call another server than its session's."""
-
-    def start(
-        self,
-        tasks: Sequence[Task],
-        on_finish: Callable[[Trajectory], None] | None = None,
-        *,
-        version: str | None = None,
-    ) -> Running[Rollout]:
-        """Play all tasks in another thread, in which `on_finish` is called with each trajectory that has ended.
-
-        Episodes play on servers whose weights have `version`, and wait while there is none. An episode that fails
-        raises nothing: its trajectory has no reward.
-        """
-
-    def stranded(self, version: str | None = None) -> str | None:
-        """Return why no server can play the episodes until the trainer brings one back, or None if one can."""
-
-
 @dataclass
 class Step:
     """The result of a training step."""
@@ -121,6 +93,8 @@ class Step:
     """The failed episodes of all ranks, with those that were replaced."""
     trained: list[TrainedTrajectory] = field(default_factory=list)
     """The values that the trainer computed for the trajectories that this rank trained."""
+    is_recorded: bool = False
+    """True if the episodes were written when they ended."""
 
 
 class Algorithm(Protocol):
@@ -153,7 +127,12 @@ class RunParts:
     policy: Policy
     device: torch.device
     servers: RolloutServers
-    player: Player
+    keys: list[str | None]
+    """API key of each server, with which episodes are played."""
+    prepared: AgentGroups | Renderer
+    """What `players.open_player` needs beside the servers."""
+    files: RunWriter
+    """This rank's writer of the run's files."""
     ranks: RankGroup
     stop: StopRequest
     """A request to stop, which interrupts rollouts."""
@@ -163,10 +142,15 @@ class RunParts:
     """Incarnation of the weight versions of this start of the run, equal on all ranks (`weight_version`)."""
 
 
-def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], stop: StopRequest) -> None:
+Args = TypeVar("Args", bound=TrainArgs)
+Make = Callable[[Args, RunParts], AbstractContextManager[Algorithm]]
+"""Opens the algorithm of a run with these options."""
+
+
+def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
     """Run the training on this rank. Every rank calls it under torchrun.
 
-    `make` returns the algorithm. `stop` is a request to stop the run.
+    `make` opens the algorithm. `stop` is a request to stop the run.
     """
     dtype = check_dtype_options(args)
     device = setup_ranks(args.device, args.rank_timeout)
@@ -182,14 +166,10 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
         checkpoint = ranks.call("RunFolder", lambda _: folder.open(args.resume))
         config_folder(args.model_path, setting="--model-path")
         tokenizer = load_tokenizer(args.model_path, "--model-path")
-        agents, renderer = None, None
-        if args.agent is not None:
-            agents = AgentGroups(args)
-        else:
-            make_renderer = ChatRenderer if args.chat else TextRenderer
-            renderer = make_renderer(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
+        prepared = prepare(args)
         ranks.call("check_servers", lambda _: _check_servers(args))
         if (url := args.env_url) is not None:
+            renderer = None if isinstance(prepared, AgentGroups) else prepared
             ranks.call("check_environment", lambda _: check_environment(url, renderer, args.limits.env))
         policy = load_policy(
             args.model_path,
@@ -201,8 +181,8 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
         saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
         with (
             RunEnd(stop, final, device) as end,
-            _serving(args, device, dtype, ranks) as (engines, api_key),
-            _player(args, engines, api_key, agents, renderer) as player,
+            _serving(args, device, dtype, ranks) as (engines, keys),
+            contextlib.ExitStack() as stack,
         ):
             # With two dtypes, the bounds are those of the coarsest one.
             bounds = torch.bfloat16 if args.allow_dtype_mismatch else dtype
@@ -218,8 +198,10 @@ def train(args: TrainArgs, make: Callable[[TrainArgs, RunParts], Algorithm], sto
                 max_relaunches=args.max_relaunches,
                 stop=stop,
                 note=files.note,
+                mode=args.update_mode(),
             )
-            algorithm = make(args, RunParts(policy, device, servers, player, ranks, stop, alarm, incarnation))
+            parts = RunParts(policy, device, servers, keys, prepared, files, ranks, stop, alarm, incarnation)
+            algorithm = stack.enter_context(make(args, parts))
             if checkpoint is not None:
                 algorithm.load(Path(checkpoint))
             ranks.call("RunFolder.begin", lambda _: _begin(folder, files, checkpoint, algorithm.next_step, ranks.size))
@@ -269,8 +251,8 @@ def _check_servers(args: TrainArgs) -> None:
 @contextlib.contextmanager
 def _serving(
     args: TrainArgs, device: torch.device, dtype: torch.dtype, ranks: RankGroup
-) -> Iterator[tuple[list[VerlEngine], str | None]]:
-    """Launch a rollout server, or attach to those that run, and yield (engines, API key of the servers).
+) -> Iterator[tuple[list[VerlEngine], list[str | None]]]:
+    """Launch a rollout server, or attach to those that run, and yield (engines, API key of each for its episodes).
 
     The servers compute in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
     because its routes would else be open to the agent, and it stores the agent's sessions, which a server that is
@@ -292,41 +274,8 @@ def _serving(
         for engine in engines:
             where = f"The server at {engine.url}"
             check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
-        yield engines, settings.get("api_key")
-
-
-@contextlib.contextmanager
-def _player(
-    args: TrainArgs,
-    engines: Sequence[VerlEngine],
-    api_key: str | None,
-    agents: AgentGroups | None,
-    renderer: Renderer | None,
-) -> Iterator[Player]:
-    """Yield the player of this rank: the agent if there is one, else the built-in loop."""
-    with contextlib.ExitStack() as stack:
-        attach = HttpServerEngineAdapter.attach
-        keys = (
-            [api_key or engine.admin_api_key for engine in engines] if agents is not None else [api_key] * len(engines)
-        )
-        clients = [stack.enter_context(attach(str(engine.url), key)) for engine, key in zip(engines, keys, strict=True)]
-        if agents is not None:
-            stack.enter_context(agents.serving(clients))
-            yield agents
-            return
-        assert args.env_url is not None and renderer is not None
-        yield stack.enter_context(
-            AgentLoop(
-                clients,
-                args.env_url,
-                renderer,
-                sampling_params={"temperature": args.grpo.temperature},
-                limits=args.limits,
-                max_concurrency=args.max_concurrency,
-                faults=args.faults,
-                replacements=args.replacements,
-            )
-        )
+        key, is_agent = settings.get("api_key"), args.agent is not None
+        yield engines, [key or (engine.admin_api_key if is_agent else None) for engine in engines]
 
 
 def _run_steps(args: TrainArgs, run: Algorithm, files: RunWriter, stop: StopRequest, saving: SaveGroup) -> None:
@@ -350,7 +299,8 @@ def _run_steps(args: TrainArgs, run: Algorithm, files: RunWriter, stop: StopRequ
 def _record(files: RunWriter, step: Step) -> None:
     """Write this rank's part of a step. Rank 0 writes its metrics, too, and prints them."""
     metrics, start = step.metrics, time.monotonic()
-    files.record_trajectories(metrics.step, [*step.rollout.trajectories, *step.rollout.replaced])
+    if not step.is_recorded:
+        files.record_trajectories(metrics.step, [*step.rollout.trajectories, *step.rollout.replaced])
     files.record_trained(step.trained)
     if dist.get_rank() > 0:
         return
@@ -376,15 +326,15 @@ def _keep_finished(files: RunWriter, step: int, finished: Sequence[Trajectory], 
         logger.error("%d episodes of step %d are lost: %s", len(finished), step, error)
 
 
-def main(prog: str, make: Callable[[TrainArgs, RunParts], Algorithm], argv: Sequence[str] | None = None) -> int:
-    """Run the command `prog` with the algorithm that `make` returns, and return the exit status.
+def main(prog: str, kind: type[Args], make: Make[Args], argv: Sequence[str] | None = None) -> int:
+    """Run the command `prog`, whose options are `kind`, with the algorithm that `make` opens. Return the exit status.
 
     A `VerlServerError` is printed as a message without a traceback. `argv` defaults to the arguments of the process.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         lora.refuse_options(sys.argv[1:] if argv is None else argv)
-        args = parse_options(TrainArgs, argv, prog)
+        args = parse_options(kind, argv, prog)
     except VerlServerError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2

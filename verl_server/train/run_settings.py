@@ -70,7 +70,7 @@ def run_settings(args: TrainArgs) -> dict[str, Any]:
 
     Raise BadRequestError if the file of the tasks cannot be read.
     """
-    settings = settings_of("train.grpo", args, without=("out", "resume", *(f"server.{key}" for key in _KEYS)))
+    settings = settings_of(args.command, args, without=("out", "resume", *(f"server.{key}" for key in _KEYS)))
     for name in ("model_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):
         settings[name] = None if settings[name] is None else location(settings[name])
     settings["env_url"] = None if args.env_url is None else without_host(args.env_url)

@@ -107,6 +107,12 @@ class RunWriter:
             self._trajectories.append(_lines(labelled(trajectories, **self._label(step))))
             self._bound()
 
+    def record_line(self, line: bytes) -> None:
+        """Append a trajectory as its line, which has its label. Any thread may call it."""
+        if self._kept_bytes:
+            self._trajectories.append([line])
+            self._bound()
+
     def record_trained(self, trained: Sequence[TrainedTrajectory]) -> None:
         """Append what the trainer computed for this rank's trajectories. Every rank calls it with its own."""
         if self._kept_bytes and trained:

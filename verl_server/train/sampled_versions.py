@@ -12,20 +12,24 @@ from verl_server.rollout.trajectory import Fault, StopReason, Trajectory, by_epi
 from verl_server.weight_version import WeightVersion
 
 
-def leave_out_other_versions(trajectories: Sequence[Trajectory], version: WeightVersion) -> None:
-    """Turn each episode with a reward into a failed one if weights other than `version` sampled one of its tokens.
+def leave_out_other_versions(
+    trajectories: Sequence[Trajectory], newest: WeightVersion, oldest: WeightVersion | None = None
+) -> None:
+    """Turn each episode with a reward into a failed one if weights sampled one of its tokens that must not have.
 
-    The branches of an agent's episode fail together. Their reward is removed, so that nothing trains on them, and their
-    error names the versions and the reward.
+    The weights are those of versions from `oldest` (default: `newest`) to `newest`. The branches of an agent's episode
+    fail together. Their reward is removed, so that nothing trains on them, and their error names the versions and the
+    reward.
     """
-    expected = str(version)
+    oldest = oldest or newest
+    expected = str(newest) if oldest == newest else f"{oldest} to {newest}"
     for branches in by_episode(trajectories):
         sampled = [v for branch in branches for v in _sampled(branch)]
-        others = dict.fromkeys(v for v in sampled if v != expected)
+        others = [version for version in dict.fromkeys(sampled) if not _is_between(version, oldest, newest)]
         if not others or branches[0].reward is None:
             continue
-        names = ", ".join(v or "(no version)" for v in list(others)[:3]) + (", ..." if len(others) > 3 else "")
-        count = sum(v != expected for v in sampled)
+        names = ", ".join(v or "(no version)" for v in others[:3]) + (", ..." if len(others) > 3 else "")
+        count = sum(v in others for v in sampled)
         error = (
             f"{count} of {len(sampled)} sampled tokens are of the weights {names} instead of {expected}, which this "
             "step trains. Does another trainer push to this server, or was the server started again? The episode, with "
@@ -34,6 +38,11 @@ def leave_out_other_versions(trajectories: Sequence[Trajectory], version: Weight
         for branch in branches:
             branch.reward, branch.stop_reason, branch.error = None, StopReason.GENERATION_ERROR, error
             branch.fault = Fault.INFRASTRUCTURE
+
+
+def _is_between(label: str, oldest: WeightVersion, newest: WeightVersion) -> bool:
+    version = WeightVersion.parse(label)
+    return version is not None and version.incarnation == newest.incarnation and oldest <= version <= newest
 
 
 def _sampled(trajectory: Trajectory) -> list[str]:

@@ -29,6 +29,7 @@ from verl_server.errors import (
     UpdateConflictError,
     VerlServerError,
 )
+from verl_server.messages.weight_requests import UpdateMode
 from verl_server.train.stopping import StopRequest
 from verl_server.watch.run_records import PushBegan, PushEnded, RunEvent, ServerHealed, ServerLost, ServerRelaunched
 
@@ -56,10 +57,11 @@ class RolloutServers:
         max_relaunches: int = MAX_RELAUNCHES,
         stop: StopRequest | None = None,
         note: Callable[[RunEvent], None] = lambda event: None,
+        mode: UpdateMode = "wait",
     ) -> None:
         """`restart_timeout`: seconds to wait for a server when none is left. `stop` interrupts this wait.
 
-        `note` takes the events of servers and pushes.
+        `note` takes the events of servers and pushes. `mode` is the treatment of requests that run during a push.
         """
         if not engines:
             raise BadRequestError("RolloutServers needs at least one engine.")
@@ -74,6 +76,12 @@ class RolloutServers:
         """Servers that do not have the newest weights."""
         self._stop = stop or StopRequest()
         self._note = note
+        self._mode = mode
+
+    @property
+    def adapters(self) -> list[HttpServerEngineAdapter]:
+        """The connections to the servers. Rank 0 has them."""
+        return [_adapter(engine) for engine in self.engines]
 
     @property
     def urls(self) -> list[str]:
@@ -88,7 +96,7 @@ class RolloutServers:
         """
 
         def update(engine: VerlEngine) -> None:
-            engine.update_weights_from_tensor(named_weights(), weight_version=version, partial=False)
+            engine.update_weights_from_tensor(named_weights(), weight_version=version, partial=False, mode=self._mode)
 
         self._version = version
         with self._noted(version):
@@ -143,7 +151,10 @@ class RolloutServers:
 
     def _heal(self, engine: VerlEngine, named_weights: NamedWeights) -> bool:
         # It answered a moment ago. If it does not now, the ranks must not wait for it beside servers that can play.
-        is_healed = self._done(engine, lambda engine: engine.heal(named_weights(), version=self._version, timeout=0.0))
+        def heal(engine: VerlEngine) -> None:
+            engine.heal(named_weights(), version=self._version, timeout=0.0, mode=self._mode)
+
+        is_healed = self._done(engine, heal)
         if is_healed:
             logger.warning("The server at %s serves version %s again.", engine.url, self._version)
             self._note(ServerHealed(url=str(engine.url), version=str(self._version)))

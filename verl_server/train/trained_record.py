@@ -75,7 +75,8 @@ class TrainedRecord:
                 sample,
                 TrainedTrajectory(
                     step=step,
-                    sampled_step=step,
+                    sampled_step=step if sample.sampled_step is None else sample.sampled_step,
+                    sampled_rank=None if sample.sampled_step is None else 0,
                     group=trajectory.task.group,
                     member=trajectory.member,
                     session=trajectory.session,

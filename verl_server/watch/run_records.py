@@ -5,7 +5,7 @@ Each line is a JSON object. Keys that a reader does not know are to be ignored: 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -17,7 +17,8 @@ class Label(msgspec.Struct, kw_only=True):
     """
 
     step: int | None = None
-    """Training step. In a line of a trajectory, it is the step in which the episode was used."""
+    """Training step. In a line of a trajectory, it is the step in which the episode was used; in an asynchronous run,
+    the step in which its group started."""
     rank: int | None = None
     """Rank that wrote the line."""
     incarnation: str | None = None
@@ -29,9 +30,9 @@ class Label(msgspec.Struct, kw_only=True):
 class TrainedTrajectory(msgspec.Struct, kw_only=True):
     """A line of trained-rankN.jsonl: what the trainer computed for a trajectory in the first pass over it.
 
-    The trajectory is the line of the same rank and incarnation in trajectories-rankN.jsonl that has `sampled_step`,
-    `group`, `member`, `session` and `branch`. Lists have one number for each token in `positions`, rounded to 6
-    decimals.
+    The trajectory is the last line of `sampled_rank` and the same incarnation in trajectories-rankN.jsonl that has
+    `sampled_step`, `group`, `member`, `session` and `branch`. Lists have one number for each token in `positions`,
+    rounded to 6 decimals.
     """
 
     step: int
@@ -54,6 +55,8 @@ class TrainedTrajectory(msgspec.Struct, kw_only=True):
     """Number of the branch in the session."""
     advantage: float
     """Advantage of the trajectory."""
+    sampled_rank: int | None = None
+    """Rank that wrote the trajectory's line. None: `rank`."""
     age: int | None
     """Number of the trained version - that of the oldest sampled token. None if the versions have no order."""
     positions: list[int]
@@ -190,6 +193,27 @@ class StepEnded(RunEvent, tag_field="kind", tag="step_ended"):
     """The reason if the step had nothing to train on."""
 
 
+GroupFate = Literal["trained", "skipped", "dropped"]
+"""What became of a group of an asynchronous run: a step trained it; a step used it and had nothing to train on; it was
+too old and was left out. A group without a fate was playing or waiting when the run ended, and a resumed run plays it
+again."""
+
+
+class GroupDone(RunEvent, tag_field="kind", tag="group_done"):
+    """A group of an asynchronous run has its fate."""
+
+    group: int
+    """Number of the group in the run, `task.group` of its episodes."""
+    fate: GroupFate
+    """trained, skipped (a step used it, and had nothing to train on) or dropped (it became too old)."""
+    step: int
+    """Step that used the group, or at which it was dropped."""
+    start_step: int
+    """Step in which the group started, `step` of its episodes' lines."""
+    start_version: int
+    """Number of the version that was served when the group started."""
+
+
 class CheckpointSaved(RunEvent, tag_field="kind", tag="checkpoint_saved"):
     """A checkpoint is on the disk."""
 
@@ -236,6 +260,7 @@ AnyEvent: TypeAlias = (
     | PushEnded
     | StepBegan
     | StepEnded
+    | GroupDone
     | CheckpointSaved
     | Alarm
     | SegmentRemoved

@@ -99,6 +99,7 @@ async def arun_agents(
     describe: Mapping[str, Any] | None = None,
     notice: UnsampledNotice | None = None,
     version: str | None = None,
+    slots: asyncio.Semaphore | None = None,
 ) -> AgentRun:
     """Play each task `group_size` times, every episode in a session of its own.
 
@@ -122,7 +123,8 @@ async def arun_agents(
     not played again. `describe` is added to run.json and must be equal in a resumed run. `on_finish` is called with
     each attempt that has ended, and `progress` counts what runs now. `notice` logs the first episode without a
     sampled token; pass the same one to log once over several calls. With `version`, a session begins only on a
-    server whose weights have this version.
+    server whose weights satisfy it (`weight_version.satisfies`). `slots` bounds the episodes of several calls together,
+    in the place of `max_concurrency`.
 
     Raise BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
     `allow_open_server`. Faults of single episodes raise nothing.
@@ -194,9 +196,9 @@ async def arun_agents(
         run = _Run(player, folder, retries, left, on_finish, notice or UnsampledNotice(agent=True))
         places = [(i, member) for i in range(len(tasks)) for member in range(group_size)]
         finished = folder.finished if folder is not None else {}
-        slots = asyncio.Semaphore(max_concurrency or max(1, len(places)))
+        slots = slots or asyncio.Semaphore(max_concurrency or max(1, len(places)))
 
-        async def play(index: int, member: int) -> None:
+        async def play(index: int, member: int, slots: asyncio.Semaphore = slots) -> None:
             async with slots:
                 begin = session_seed(seed, index, member)
                 await run.play(tasks[index], index, member, begin, spent[index, member])

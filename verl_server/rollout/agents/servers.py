@@ -16,6 +16,7 @@ from verl_server.files.run_output import location
 from verl_server.messages.session_types import CreatedSession, CreateSession
 from verl_server.rollout.agents.sessions_client import SessionsClient
 from verl_server.rollout.agents.types import Server
+from verl_server.weight_version import satisfies
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class ServerPool:
     """The servers of a run. Use it on one event loop, with `async with`."""
 
     def __init__(self, servers: Sequence[Server], version: str | None = None) -> None:
-        """With `version`, sessions begin only on servers whose weights have this version."""
+        """With `version`, sessions begin only on servers whose weights satisfy it (`weight_version.satisfies`)."""
         if not servers:
             raise BadRequestError("servers is empty: name at least one Server(url, api_key).")
         self.clients = [SessionsClient(server.url, server.api_key) for server in servers]
@@ -106,7 +107,7 @@ class ServerPool:
     async def _created(self, client: SessionsClient, request: CreateSession) -> CreatedSession:
         """Create a session. Raise ServerUnavailableError if the server's weights have another version."""
         created = await client.create(request)
-        if self._version is None or created.weight_version == self._version:
+        if self._version is None or satisfies(created.weight_version, self._version):
             return created
         with contextlib.suppress(VerlServerError):
             await client.delete(created.id)
@@ -132,7 +133,7 @@ class ServerPool:
         for client in list(self._away):
             if not await client.is_alive():
                 continue
-            if self._version is not None and await client.weight_version() != self._version:
+            if self._version is not None and not satisfies(await client.weight_version(), self._version):
                 continue
             if client in self._unchecked:
                 try:

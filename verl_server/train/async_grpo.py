@@ -1,0 +1,398 @@
+"""Asynchronous GRPO in one file: groups play all the time, the trainer takes what has finished, nobody waits.
+
+    python -m verl_server.train.async_grpo --model-path MODEL --env-url http://HOST:PORT --max-staleness 2
+
+`grpo` plays all episodes of a step, trains on them, and pushes; one slow environment holds everybody. Here the episodes
+play in a process of their own (`rollouts.rollout_process`) and go on while the trainer trains and pushes. A push does
+not wait for them: an episode goes on under the new weights, and each of its tokens names the version that sampled it.
+
+The price is age. A group that starts under version s may be trained when the trainer has version v > s. Three rules
+bound v - s by `max_staleness`, and lose nothing (`rollouts.group_buffer`): few groups start, the oldest go first, and
+the trainer waits for a group that would become too old. The losses correct what remains (`losses`). With
+`--max-staleness 0`, the run is that of `grpo`.
+
+All decisions are those of rank 0, which sends them to the others between two steps (`RankGroup`); no rank waits for an
+episode inside a collective of NCCL. The ranks get about equally many tokens. From `grpo` come the tasks, the advantages
+and the optimizer steps (`PolicyTrainer`). To change the algorithm, copy this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from verl_server.engine.rank_group import RankGroup
+from verl_server.files.json_values import jsonable
+from verl_server.logprob_gap import GapAlarm
+from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.trajectory import Task, Trajectory, by_episode
+from verl_server.train import run
+from verl_server.train.ages import Ages, describe_ages
+from verl_server.train.batches import Sample
+from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.gap_probe import GapProbe
+from verl_server.train.grpo import PolicyTrainer, group_advantages, make_tasks
+from verl_server.train.metrics import RolloutReport, describe_rollout, merge_reports, note_learned, report_rollout
+from verl_server.train.options import AsyncTrainArgs
+from verl_server.train.ranks import SaveGroup
+from verl_server.train.rollouts.group_buffer import Group, GroupBuffer
+from verl_server.train.rollouts.group_messages import GroupEnded, StartGroup
+from verl_server.train.rollouts.rollout_process import open_rollouts
+from verl_server.train.run import RunParts, Step
+from verl_server.train.run_end import Progressing
+from verl_server.train.sampled_versions import leave_out_other_versions
+from verl_server.train.servers import RolloutServers
+from verl_server.train.stopping import RunStoppedError, StopRequest
+from verl_server.watch.run_records import GroupDone, GroupFate, RunEvent
+from verl_server.weight_version import WeightVersion, at_least, new_incarnation
+
+_LOOK_SECONDS = 1.0
+"""Seconds for which rank 0 waits for episodes before all ranks look at the servers."""
+
+
+class Rollouts(Protocol):
+    """The player of groups: a `RolloutProcess`."""
+
+    environment_url: str
+    """URL or name of the environment, for reports of failures."""
+    is_agent: bool
+    """True if an agent of the user plays."""
+
+    def start(self, group: StartGroup) -> None:
+        """Begin to play a group."""
+
+    def cancel(self, group: int) -> None:
+        """Stop to play a group."""
+
+    def finished(self, timeout: float) -> list[GroupEnded]:
+        """Return the groups that have finished since the last call. Wait for the first, at most `timeout` seconds."""
+
+
+class _Share(msgspec.Struct, kw_only=True):
+    """What rank 0 sends to a rank for a step."""
+
+    report: RolloutReport
+    samples: list[tuple[Trajectory, float, int | None]]
+    """(trajectory, advantage, step in which it began) of each sample of the rank."""
+
+
+@dataclass
+class _Batch:
+    """The groups of a step. Only rank 0 knows more than `report` and `samples`."""
+
+    report: RolloutReport
+    """About the episodes of all ranks."""
+    samples: list[Sample]
+    """The samples that this rank trains."""
+    groups: list[Group[Rollout]] = field(default_factory=list)
+    ages: Ages = field(default_factory=Ages)
+    waits: dict[str, float] = field(default_factory=dict)
+    """Cause -> seconds that the trainer waited for it."""
+    dropped: int = 0
+    """Groups that became too old since the last step."""
+
+    @property
+    def rollout(self) -> Rollout:
+        results = [group.result for group in self.groups if group.result is not None]
+        return Rollout(
+            trajectories=[t for result in results for t in result.trajectories],
+            replaced=[t for result in results for t in result.replaced],
+            seconds=self.report.seconds,
+        )
+
+
+class AsyncGRPO:
+    """A training run on one rank. Rank 0 has the rollouts, and decides which groups start and which are trained."""
+
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        servers: RolloutServers,
+        rollouts: Rollouts | None,
+        ranks: RankGroup,
+        *,
+        steps: int,
+        max_staleness: int = 1,
+        drops: bool = False,
+        stop: StopRequest | None = None,
+        alarm: GapAlarm | None = None,
+        incarnation: str | None = None,
+        note: Callable[[RunEvent], None] = lambda event: None,
+    ) -> None:
+        """Prepare the run. All ranks call it together; `rollouts` is None on all but rank 0.
+
+        `steps` is the number of steps of the whole run: towards its end, no group starts that no step would use.
+        `drops`: do not wait for a group that becomes too old, but leave it out. `note` takes the fate of each group.
+        The others are those of `grpo.GRPO`.
+        """
+        self.trainer = trainer
+        self.servers = servers
+        self.steps = trainer.steps
+        self.next_step = 0
+        self.version = 0
+        """Number of the served version: the number of pushes since version 0."""
+        self._rollouts = rollouts
+        self._ranks = ranks
+        self._steps = steps
+        self._buffer: GroupBuffer[Rollout] = GroupBuffer(trainer.config.groups, max_staleness, drops=drops)
+        self._stop = stop or StopRequest()
+        self._alarm = alarm
+        self._probe = GapProbe(trainer.policy, trainer.device, servers, ranks)
+        self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())
+        self._note = note
+        self._used: tuple[int, list[int]] = (-1, [])
+        """(step, numbers of its groups) of the step that runs or ran last."""
+        self._waits: dict[str, float] = defaultdict(float)
+        self._dropped = 0
+        self._last_batch = time.monotonic()
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """Version of the served weights. No other start of the run has versions of this incarnation."""
+        return WeightVersion(self.version, self._incarnation)
+
+    def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
+        """Take the finished groups that started first, train on them, and push the new weights in place.
+
+        `on_finish` is not called: the rollouts hand on their episodes themselves. If no rank has an episode to train
+        on, weights and version stay, and `metrics.skipped` is the reason. Raise errors as `grpo.GRPO.step` does.
+        """
+        step, version = self.next_step, self.weight_version
+        batch = self._await_batch()
+        start = time.monotonic()
+        sequences = [sample.trajectory.tokens for sample in batch.samples]
+        gap = self._probe.gap(sequences, str(version), self.trainer.config.micro_batch_tokens)
+        if self._alarm is not None:
+            self._alarm.check(gap, step)
+        metrics = describe_rollout(batch.report, step=step, version=str(version), ranks=self._ranks.size, gap=gap)
+        metrics.rollout_seconds, metrics.waits = sum(batch.waits.values()), batch.waits
+        metrics.age, metrics.age_max = batch.ages.mean, batch.ages.largest
+        metrics.ages, metrics.version_spans = batch.ages.ages, batch.ages.spans
+        metrics.dropped_groups = batch.dropped
+        if metrics.skipped is not None:
+            self.next_step += 1
+        else:
+            learned = self.trainer.update(batch.samples, step)
+            self.next_step += 1
+            self.version += int(learned.optimizer_steps > 0)
+            trained = time.monotonic()
+            note_learned(metrics, learned, self.trainer.scaling.scale, trained - start)
+            if learned.optimizer_steps:
+                self.push()
+                metrics.sync_seconds = time.monotonic() - trained
+        self._end(batch, metrics.skipped)
+        failures = batch.report.failures + batch.report.replaced
+        records = self.trainer.trained.take(step, str(version))
+        return Step(metrics, batch.rollout, failures, records, is_recorded=True)
+
+    def push(self) -> None:
+        """Copy the trainer's weights into the servers, as version `self.weight_version`. Episodes go on."""
+        self.servers.push(self.trainer.policy.named_weights, str(self.weight_version))
+
+    # -- from groups to a batch ------------------------------------------------------------------------------
+
+    def _await_batch(self) -> _Batch:
+        """Return this rank's part of the next batch. All ranks meet about once a second until rank 0 has one.
+
+        At each meeting they bring servers back that are lost, and obey a request to stop. Otherwise a wait ends by the
+        limits of the episodes.
+        """
+        while True:
+            shares = self._ranks.call("AsyncGRPO.step", self._shares, self._stop_signal)
+            if isinstance(shares, int):
+                self._stop.check()
+                raise RunStoppedError("The run was stopped by a signal of another rank.", shares)
+            if shares is not None:
+                break
+            start = time.monotonic()
+            self.servers.ensure(self.trainer.policy.named_weights)
+            self._waits["servers"] += time.monotonic() - start
+        if self._ranks.rank == 0:
+            return self._batch
+        share = msgspec.msgpack.decode(shares[self._ranks.rank], type=_Share)
+        return _Batch(share.report, [Sample(t, a, sampled_step=s) for t, a, s in share.samples])
+
+    def _stop_signal(self) -> bytes:
+        return str(self._stop.signal_number or "").encode()
+
+    def _shares(self, signals: list[bytes]) -> list[bytes] | int | None:
+        """Return the encoded `_Share` of each rank but 0, which keeps its own; None if no batch is ready yet.
+
+        Return the number of a signal that stops the run. Rank 0 calls it.
+        """
+        deadline, version = time.monotonic() + _LOOK_SECONDS, self.version
+        self._collect(0.0)
+        while isinstance(groups := self._buffer.batch(version), str):
+            if stopped := [int(signal) for signal in (*signals, self._stop_signal()) if signal]:
+                return stopped[0]
+            start = time.monotonic()
+            if start >= deadline:
+                return None
+            self._collect(deadline - start)
+            self._waits[groups] += time.monotonic() - start
+        samples = self._samples(groups)
+        shares = _divided(samples, self._ranks.size)
+        now = time.monotonic()
+        report = merge_reports([self._report(group, samples) for group in groups])
+        report.seconds, self._last_batch = now - self._last_batch, now
+        trajectories = [group.result.trajectories for group in groups if group.result is not None]
+        ages = describe_ages(trajectories, self.weight_version)
+        self._batch = _Batch(report, shares[0], groups, ages, dict(self._waits), self._dropped)
+        self._used = (self.next_step, [group.number for group in groups])
+        self._waits.clear()
+        self._dropped = 0
+        return [b"", *(_encoded(report, share) for share in shares[1:])]
+
+    def _collect(self, timeout: float) -> None:
+        """Start the groups that may start, and take those that have finished."""
+        assert self._rollouts is not None
+        for group in self._buffer.take_stale(self.version):
+            self._rollouts.cancel(group.number)
+            self._dropped += 1
+            self._note_fate(group, "dropped", self.next_step)
+        demand = at_least(self.weight_version)
+        for group in self._buffer.start(self.version, self.next_step, self._steps - self.next_step):
+            tasks = self._tasks(group.number)
+            self._rollouts.start(StartGroup(group=group.number, step=group.step, tasks=tasks, version=demand))
+        for ended in self._rollouts.finished(timeout):
+            assert ended.rollout is not None
+            self._buffer.finish(ended.group, ended.rollout)
+
+    def _tasks(self, number: int) -> list[Task]:
+        """Return the tasks of a group: those of the synchronous run, which counts its groups in each step."""
+        step, place = divmod(number, self._buffer.groups)
+        tasks = make_tasks(step, self.trainer.config, place, 1)
+        return [msgspec.structs.replace(task, group=number) for task in tasks]
+
+    def _samples(self, groups: Sequence[Group[Rollout]]) -> list[Sample]:
+        """Return the samples of finished groups. Tokens must be of weights that were served since the group began."""
+        samples = []
+        for group in groups:
+            assert group.result is not None
+            oldest = WeightVersion(group.start, self._incarnation)
+            leave_out_other_versions(group.result.trajectories, self.weight_version, oldest)
+            for sample in group_advantages(group.result.trajectories, self.trainer.config.normalize_std):
+                samples.append(replace(sample, sampled_step=group.step))
+        return samples
+
+    def _report(self, group: Group[Rollout], samples: Sequence[Sample]) -> RolloutReport:
+        assert group.result is not None and self._rollouts is not None
+        kept = by_episode(s.trajectory for s in samples if s.trajectory.task.group == group.number)
+        return report_rollout(
+            group.result.trajectories,
+            len(kept),
+            group.result.seconds,
+            step=self.next_step,
+            rank=0,
+            env_url=self._rollouts.environment_url,
+            server_url=", ".join(self.servers.urls),
+            by_agent=self._rollouts.is_agent,
+            replaced=group.result.replaced,
+        )
+
+    def _end(self, batch: _Batch, skipped: str | None) -> None:
+        """Note on rank 0 that the groups of a step are done, and start others."""
+        if self._rollouts is None:
+            return
+        self._buffer.done(batch.groups)
+        for group in batch.groups:
+            self._note_fate(group, "skipped" if skipped else "trained", self.next_step - 1)
+        self._collect(0.0)
+
+    def _note_fate(self, group: Group[Rollout], fate: GroupFate, step: int) -> None:
+        self._note(
+            GroupDone(group=group.number, fate=fate, step=step, start_step=group.step, start_version=group.start)
+        )
+
+    # -- the run ---------------------------------------------------------------------------------------------
+
+    def progress(self) -> Progressing:
+        """Return the progress of this rank, also after an error inside a step.
+
+        A step counts as trained once one of its optimizer steps was applied, because the weights have changed.
+        """
+        trained = -1 if self.steps.last_step is None else self.steps.last_step
+        if trained < self.next_step:
+            return Progressing(self.next_step, self.version)
+        return Progressing(trained + 1, self.version + 1)
+
+    def save(self, folder: Path, reached: Progressing, saving: SaveGroup) -> None:
+        """Write a checkpoint of the state `reached` into `folder`. All ranks call it.
+
+        It has the groups that are not trained, so that a resumed run plays each of them again, and none twice.
+        """
+        step, used = self._used
+        trained = set(used) if reached.next_step > step else set()
+        save_checkpoint(
+            folder,
+            self.trainer.policy,
+            self.trainer.optimizer,
+            next_step=reached.next_step,
+            version=reached.version,
+            incarnation=self._incarnation,
+            loss_scaling=self.trainer.scaling.state_dict(),
+            next_group=self._buffer.next_group,
+            undone_groups=[number for number in self._buffer.undone if number not in trained],
+            saving=saving,
+        )
+
+    def load(self, checkpoint: Path) -> None:
+        """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
+        progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer)
+        self.next_step, self.version = progress.next_step, progress.version
+        self.trainer.scaling.load_state_dict(progress.loss_scaling)
+        self._buffer.resume(progress.next_group or 0, progress.undone_groups or [])
+
+
+def _divided(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
+    """Return the samples of each rank: about equally many tokens, each in the order of `samples`."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for place in sorted(range(len(samples)), key=lambda place: -len(samples[place].trajectory.tokens)):
+        rank = tokens.index(min(tokens))
+        tokens[rank] += len(samples[place].trajectory.tokens)
+        shares[rank].append(place)
+    return [[samples[place] for place in sorted(share)] for share in shares]
+
+
+def _encoded(report: RolloutReport, samples: Sequence[Sample]) -> bytes:
+    rows = [(sample.trajectory, sample.advantage, sample.sampled_step) for sample in samples]
+    return msgspec.msgpack.encode(_Share(report=report, samples=rows), enc_hook=jsonable)
+
+
+@contextlib.contextmanager
+def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> Iterator[AsyncGRPO]:
+    """Yield the algorithm of a run with the options `args`, and end its rollouts afterwards."""
+    trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
+    with contextlib.ExitStack() as stack:
+        rollouts = parts.ranks.rank == 0 and open_rollouts(args, parts)
+        yield AsyncGRPO(
+            trainer,
+            parts.servers,
+            stack.enter_context(rollouts) if rollouts else None,
+            parts.ranks,
+            steps=args.steps,
+            max_staleness=args.max_staleness,
+            drops=args.stale == "drop",
+            stop=parts.stop,
+            alarm=parts.alarm,
+            incarnation=parts.incarnation,
+            note=parts.files.note,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit status."""
+    return run.main("python -m verl_server.train.async_grpo", AsyncTrainArgs, open_async_grpo, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""`GroupBuffer`: which groups play, which ones the next step trains, and how old their episodes may become.
+
+`async_grpo` asks it on rank 0. It only decides; the rollout process plays.
+
+*Age* of a group: the version that is trained minus the version that was served when the group started. G is the number
+of groups of a step, K = `max_staleness`.
+
+- Permits: a group starts only while fewer than G x (K + 1) groups are started and not done. A group is done when the
+  step that used it has ended, with its push.
+- Order: a step uses the finished groups that started first.
+- Deadline: a group must be used before its age exceeds K. A step waits as long as its G groups would leave more groups
+  due at a later version than the steps up to it can use. The permits guarantee that G groups always suffice.
+
+So no group is thrown away, and slow tasks are trained like fast ones. To throw away what comes too late is an option.
+The rule is that of tinker-cookbook (pull request 822); AReaL (Fu et al. 2025, arXiv 2505.24298) bounds the same number
+of samples, and lets groups wait in a queue without a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+T = TypeVar("T")
+
+Wait = Literal["episodes", "deadline"]
+"""What a step waits for: groups that finish at all, or a group that must be in this step."""
+
+
+@dataclass(eq=False)
+class Group(Generic[T]):
+    """A group that has started and is not done."""
+
+    number: int
+    """Number of the group in the run, from 0 on."""
+    start: int
+    """Number of the version that was served when the group started."""
+    step: int
+    """Step of the trainer in which the group started."""
+    result: T | None = None
+    """Set when all episodes of the group have ended."""
+
+
+class GroupBuffer(Generic[T]):
+    def __init__(self, groups: int, max_staleness: int, *, drops: bool = False) -> None:
+        """Take the groups of a step and the largest age.
+
+        With `drops`, no step waits for a deadline, and `take_stale` removes what is too old.
+        """
+        self.groups = groups
+        self.max_staleness = max_staleness
+        self.next_group = 0
+        """The first group that has not started."""
+        self._drops = drops
+        self._again: list[int] = []
+        self._started: dict[int, Group[T]] = {}
+
+    def resume(self, next_group: int, undone: Iterable[int]) -> None:
+        """Continue a run whose groups from `next_group` on have not started, and whose groups `undone` start again."""
+        self.next_group, self._again = next_group, sorted(undone)
+
+    @property
+    def undone(self) -> list[int]:
+        """Numbers of all groups that have started, here or before a resume, and are not done."""
+        return sorted([*self._started, *self._again])
+
+    def start(self, version: int, step: int, steps_left: int) -> list[Group[T]]:
+        """Start the groups that the permits allow while `version` is served, and return them.
+
+        No more groups play than the steps that are left, this one included, can use.
+        """
+        begun = []
+        while len(self._started) < self.groups * min(self.max_staleness + 1, steps_left):
+            if self._again:
+                number = self._again.pop(0)
+            else:
+                number, self.next_group = self.next_group, self.next_group + 1
+            self._started[number] = Group(number, version, step)
+            begun.append(self._started[number])
+        return begun
+
+    def finish(self, number: int, result: T) -> None:
+        """Note that a group has finished. A group that was dropped, or that had finished before, is ignored."""
+        group = self._started.get(number)
+        if group is not None and group.result is None:
+            group.result = result
+
+    def batch(self, version: int) -> list[Group[T]] | Wait:
+        """Return the groups that the step at `version` uses, or what it waits for."""
+        batch = [group for group in self._in_order() if group.result is not None][: self.groups]
+        if len(batch) < self.groups:
+            return "episodes"
+        return batch if self._drops or self._leaves_room(batch, version) else "deadline"
+
+    def done(self, batch: Sequence[Group[T]]) -> None:
+        """Note that the step which used `batch` has ended, and its push."""
+        for group in batch:
+            del self._started[group.number]
+
+    def take_stale(self, version: int) -> list[Group[T]]:
+        """Remove the groups whose age exceeds the largest one at `version`, and return them. Only with `drops`."""
+        stale = [group for group in self._in_order() if self._drops and group.start + self.max_staleness < version]
+        self.done(stale)
+        return stale
+
+    def _in_order(self) -> list[Group[T]]:
+        return sorted(self._started.values(), key=lambda group: (group.start, group.number))
+
+    def _leaves_room(self, batch: Sequence[Group[T]], version: int) -> bool:
+        """Return True if the later steps can use the other groups before their deadlines."""
+        left = [group for group in self._started.values() if group not in batch]
+        for last in range(version, version + self.max_staleness + 1):
+            due = sum(group.start + self.max_staleness <= last for group in left)
+            if due > self.groups * (last - version):
+                return False
+        return True

@@ -1,0 +1,89 @@
+"""The messages between the trainer's rank 0 (`rollout_process`) and the process that plays (`group_player`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.trajectory import Task
+from verl_server.train.options import TrainArgs
+
+
+class PlayerSetup(msgspec.Struct, kw_only=True):
+    """The first message to the rollout process."""
+
+    args: dict[str, Any]
+    """`TrainArgs` in JSON types."""
+    urls: list[str]
+    """URLs of the rollout servers."""
+    keys: list[str | None]
+    """API key of each server; an owner's key where an agent plays."""
+    incarnation: str
+    """Incarnation of this start of the run, for the labels of recorded episodes."""
+
+
+class StartGroup(msgspec.Struct, tag=True, kw_only=True):
+    """Play a group."""
+
+    group: int
+    """Number of the group in the run."""
+    step: int
+    """Step of the trainer in which the group starts, for the label of its episodes."""
+    tasks: list[Task]
+    """One task for each episode."""
+    version: str
+    """The demand on the weights of servers that play it (`weight_version.satisfies`)."""
+
+
+class CancelGroup(msgspec.Struct, tag=True, kw_only=True):
+    """Stop to play a group. It gets no `GroupEnded`."""
+
+    group: int
+
+
+class EpisodeEnded(msgspec.Struct, tag=True, kw_only=True):
+    """A trajectory has ended. It may be one that another episode replaces."""
+
+    line: bytes
+    """Its line of trajectories-rank0.jsonl."""
+
+
+class GroupEnded(msgspec.Struct, tag=True, kw_only=True):
+    """All episodes of a group have ended, with their replacements."""
+
+    group: int
+    rollout: Rollout | None = None
+    error: str | None = None
+    """Type and message of the error because of which the group has no rollout. It ends the run."""
+
+
+ToPlayer = StartGroup | CancelGroup
+
+
+class Alive(msgspec.Struct, tag=True):
+    """The process still plays. It is sent every few seconds."""
+
+
+FromPlayer = EpisodeEnded | GroupEnded | Alive
+
+
+def decode_args(values: dict[str, Any]) -> TrainArgs:
+    """Return the options of a run from JSON types."""
+    return msgspec.convert(values, TrainArgs, dec_hook=lambda kind, value: kind(value), strict=False)
+
+
+def encode_args(args: TrainArgs) -> dict[str, Any]:
+    """Return the options of a run in JSON types, for `decode_args`."""
+    base = TrainArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TrainArgs)})
+    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(base, enc_hook=_text))
+    return values
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} is no option.")

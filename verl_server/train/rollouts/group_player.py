@@ -1,0 +1,180 @@
+"""The rollout process: plays groups of episodes and never waits for the trainer.
+
+`rollout_process` starts it on rank 0. In a process of its own, the interpreter's lock of the trainer does not slow the
+episodes, nor they the training. A group begins when the trainer sends it. Its episodes go on while weights are pushed,
+and the tokens name their versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import msgspec
+import uvloop
+
+from verl_server.errors import ServerDiedError, ServerRestartedError, ServerUnavailableError, VerlServerError
+from verl_server.files.json_values import jsonable
+from verl_server.ipc.child_process import child_main
+from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.agents.program import memory_hidden
+from verl_server.rollout.trajectory import Task, Trajectory, labelled
+from verl_server.train.players import open_player
+from verl_server.train.rollouts.group_messages import (
+    Alive,
+    CancelGroup,
+    EpisodeEnded,
+    FromPlayer,
+    GroupEnded,
+    PlayerSetup,
+    StartGroup,
+    ToPlayer,
+    decode_args,
+)
+from verl_server.watch.run_records import Label
+
+logger = logging.getLogger(__name__)
+
+_ALIVE_SECONDS = 2.0
+"""Seconds between two signs of life."""
+_RETRY_PAUSE = 1.0
+"""Seconds before a group begins again that no server could begin."""
+
+
+class GroupsOf(Protocol):
+    """An `AgentLoop` or `AgentGroups`."""
+
+    async def arun(
+        self,
+        tasks: list[Task],
+        on_finish: Callable[[Trajectory], None] | None = None,
+        *,
+        version: str | None = None,
+        slots: asyncio.Semaphore | None = None,
+    ) -> Rollout:
+        """Play the tasks of a group. `slots` bounds the episodes of all groups together."""
+
+
+class GroupPlayer:
+    """Plays groups on the running event loop, and hands on what ends."""
+
+    def __init__(
+        self, player: GroupsOf, send: Callable[[FromPlayer], None], incarnation: str, max_concurrency: int | None = None
+    ) -> None:
+        """`send` takes each message; it must not block. `max_concurrency` bounds the episodes of all groups."""
+        self._player = player
+        self._send = send
+        self._incarnation = incarnation
+        self._slots = asyncio.Semaphore(max_concurrency or 2**30)
+        self._groups: dict[int, asyncio.Task[None]] = {}
+
+    def handle(self, message: ToPlayer) -> None:
+        """Start or cancel a group."""
+        if isinstance(message, CancelGroup):
+            if (running := self._groups.pop(message.group, None)) is not None:
+                running.cancel()
+            return
+        task = asyncio.ensure_future(self._play(message))
+        self._groups[message.group] = task
+        task.add_done_callback(lambda _: self._forget(message.group, task))
+
+    def _forget(self, group: int, task: asyncio.Task[None]) -> None:
+        if self._groups.get(group) is task:
+            del self._groups[group]
+
+    async def _play(self, start: StartGroup) -> None:
+        def record(trajectory: Trajectory) -> None:
+            label = Label(step=start.step, rank=0, incarnation=self._incarnation, time=time.time())
+            (values,) = labelled([trajectory], **msgspec.structs.asdict(label))
+            self._send(EpisodeEnded(line=msgspec.json.encode(values, enc_hook=jsonable) + b"\n"))
+
+        try:
+            rollout = await self._arun(start, record)
+        except Exception as error:
+            # The trainer ends the run with it: a wrong task file, say, or tokens without known log-probabilities.
+            kind = "" if isinstance(error, VerlServerError) else f"{type(error).__name__}: "
+            self._send(GroupEnded(group=start.group, error=f"{kind}{error}"))
+        else:
+            self._send(GroupEnded(group=start.group, rollout=rollout))
+
+    async def _arun(self, start: StartGroup, record: Callable[[Trajectory], None]) -> Rollout:
+        """Play a group. While no server can begin it, wait: the trainer brings one back, or ends the run."""
+        while True:
+            try:
+                return await self._player.arun(start.tasks, record, version=start.version, slots=self._slots)
+            except (ServerUnavailableError, ServerDiedError, ServerRestartedError) as error:
+                logger.debug("Group %d begins again: %s", start.group, error)
+            await asyncio.sleep(_RETRY_PAUSE)
+
+    async def close(self) -> None:
+        """Cancel all groups, and wait until their episodes have closed their environments."""
+        tasks = list(self._groups.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Wire:
+    """The connection to the trainer. One thread reads and one writes, so that the event loop never blocks."""
+
+    def __init__(self, fd: int) -> None:
+        self._connection = Connection(fd)
+        self._outgoing: queue.SimpleQueue[FromPlayer] = queue.SimpleQueue()
+        self.send = self._outgoing.put
+
+    def setup(self) -> PlayerSetup:
+        return msgspec.msgpack.decode(self._connection.recv_bytes(), type=PlayerSetup)
+
+    def serve(self, handle: Callable[[ToPlayer], None], loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
+        """Call `handle` on the loop for each message; set `end` when the trainer has closed the connection."""
+
+        def read() -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    message = msgspec.msgpack.decode(self._connection.recv_bytes(), type=ToPlayer)  # type: ignore[arg-type]
+                    loop.call_soon_threadsafe(handle, message)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(end.set)
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    self._connection.send_bytes(msgspec.msgpack.encode(self._outgoing.get(), enc_hook=jsonable))
+
+        for work in (read, write):
+            threading.Thread(target=work, name=f"trainer-{work.__name__}", daemon=True).start()
+
+
+async def _run(wire: _Wire, setup: PlayerSetup, ready: Callable[[dict[str, Any]], None]) -> None:
+    args, end, loop = decode_args(setup.args), asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, end.set)
+    with contextlib.ExitStack() as stack:
+        if args.agent is not None:
+            stack.enter_context(memory_hidden())  # the agents' programs must not read the owner's keys
+        player = stack.enter_context(open_player(args, setup.urls, setup.keys))
+        groups = GroupPlayer(player, wire.send, setup.incarnation, args.max_concurrency)
+        wire.serve(groups.handle, loop, end)
+        ready({})
+        while not end.is_set():
+            wire.send(Alive())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(end.wait(), _ALIVE_SECONDS)
+        await groups.close()
+
+
+def _main(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
+    wire = _Wire(argument["socket"])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(wire, wire.setup(), ready))
+
+
+if __name__ == "__main__":
+    child_main(_main)

@@ -1,0 +1,214 @@
+"""`RolloutProcess`: the trainer's side of the process that plays groups (`group_player`).
+
+Rank 0 of `async_grpo` starts groups and takes finished ones. A thread receives: it writes the lines of episodes to the
+run's folder when they end, and keeps finished groups until the trainer asks. If the process ends, it is launched again,
+and the groups that it played start anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from verl_server.errors import ServerLaunchError, VerlServerError
+from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.train.options import AsyncTrainArgs
+from verl_server.train.rollouts.group_messages import (
+    CancelGroup,
+    EpisodeEnded,
+    FromPlayer,
+    GroupEnded,
+    PlayerSetup,
+    StartGroup,
+    ToPlayer,
+    encode_args,
+)
+from verl_server.train.run import RunParts
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "verl_server.train.rollouts.group_player"
+_START_SECONDS = 300.0
+"""Seconds that the process may take to import, load the tokenizer or the agent, and connect."""
+_END_SECONDS = 10.0
+"""Seconds that the episodes have to close their environments at the end."""
+_SILENCE_SECONDS = 120.0
+"""Seconds without a sign of life after which the process is ended and launched again."""
+_MAX_RELAUNCHES = 3
+"""Launches of a process that ended, between two groups that finished."""
+
+
+class RolloutProcessError(VerlServerError):
+    """The episodes of a run cannot be played: the process that plays them ends again and again, or a group raised."""
+
+
+class RolloutProcess:
+    """A running rollout process. One thread calls it."""
+
+    def __init__(
+        self,
+        setup: PlayerSetup,
+        on_episode: Callable[[bytes], None],
+        also: Callable[[], None] | None = None,
+        *,
+        environment_url: str = "",
+        is_agent: bool = False,
+    ) -> None:
+        """Start the process, and wait until it is ready.
+
+        `on_episode` is called in another thread with the line of each episode that ends. `also` is called several times
+        a second during the start, and may raise to give it up. Raise ServerLaunchError if the process cannot start; the
+        error has the reason (a wrong agent, say).
+        """
+        self._setup = setup
+        self._on_episode = on_episode
+        self._also = also
+        self.environment_url = environment_url
+        self.is_agent = is_agent
+        self._playing: dict[int, StartGroup] = {}
+        self._relaunches_left = _MAX_RELAUNCHES
+        self._has_ended = False
+        self._launch()
+
+    def start(self, group: StartGroup) -> None:
+        """Begin to play a group."""
+        self._playing[group.group] = group
+        self._send(group)
+
+    def cancel(self, group: int) -> None:
+        """Stop to play a group. What has ended of it stays recorded."""
+        if self._playing.pop(group, None) is not None:
+            self._send(CancelGroup(group=group))
+
+    def finished(self, timeout: float) -> list[GroupEnded]:
+        """Return the groups that have finished since the last call. Wait for the first, at most `timeout` seconds.
+
+        A process that has ended, or hangs, is launched again by the next call, and plays the groups again that it had
+        not finished. Raise RolloutProcessError if it ends again and again, or if a group could not be played at all,
+        and the error of `on_episode`.
+        """
+        if self._has_ended:
+            self._relaunch()
+        found = self._take(timeout)
+        for group in found:
+            if group.error is not None:
+                raise RolloutProcessError(f"The episodes of group {group.group} could not be played: {group.error}")
+            self._relaunches_left = _MAX_RELAUNCHES
+        return found
+
+    def _take(self, timeout: float) -> list[GroupEnded]:
+        found: list[GroupEnded] = []
+        with contextlib.suppress(queue.Empty):
+            while not self._has_ended:
+                message = self._inbox.groups.get(timeout=0 if found else timeout)
+                if isinstance(message, Exception):
+                    raise message
+                # The caller looks after the servers before the next call, which launches the process again: it connects
+                # to them.
+                self._has_ended = message is None
+                if message is not None and self._playing.pop(message.group, None) is not None:  # else it was cancelled
+                    found.append(message)
+        if not found and not self._has_ended and self._inbox.silence() > _SILENCE_SECONDS:
+            logger.warning("The rollout process was silent for %d s, and is ended.", _SILENCE_SECONDS)
+            self._has_ended = True
+        return found
+
+    def close(self) -> None:
+        """End the process. Episodes that play are cancelled, and close their environments first."""
+        self._connection.close()
+        self._child.terminate(_END_SECONDS)
+
+    def _send(self, message: ToPlayer) -> None:
+        try:
+            self._connection.send_bytes(msgspec.msgpack.encode(message))
+        except OSError:
+            logger.debug("The rollout process has ended; `finished` launches it again.")
+
+    def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._child = ChildProcess("rollout", _MODULE, {"socket": theirs.fileno()}, pass_fds=(theirs.fileno(),))
+        self._connection = Connection(ours.detach())
+        try:
+            with contextlib.suppress(OSError):  # it has ended: `wait_ready` has the reason
+                self._connection.send_bytes(msgspec.msgpack.encode(self._setup))
+            self._child.wait_ready(_START_SECONDS, self._also)
+        except BaseException:
+            self._connection.close()
+            self._child.terminate(grace=0)
+            raise
+        self._inbox = _Inbox(self._connection, self._on_episode)
+        self._has_ended = False
+
+    def _relaunch(self) -> None:
+        """Launch the process again, which has ended, and start its groups again."""
+        code = self._child.terminate(grace=1.0)
+        report = f"The rollout process ended with {describe_exit(code)}."
+        self._connection.close()
+        if self._relaunches_left == 0:
+            raise RolloutProcessError(
+                f"{report} It is not launched again: it ended {_MAX_RELAUNCHES + 1} times without finishing a group."
+                f"{self._child.log_tail()}"
+            )
+        self._relaunches_left -= 1
+        logger.warning("%s It is launched again, and plays %d groups anew.", report, len(self._playing))
+        try:
+            self._launch()
+        except ServerLaunchError as error:
+            raise RolloutProcessError(f"{report} It could not be launched again: {error}") from error
+        for group in self._playing.values():
+            self._send(group)
+
+
+class _Inbox:
+    """The thread that receives what a rollout process sends."""
+
+    def __init__(self, connection: Connection, on_episode: Callable[[bytes], None]) -> None:
+        self.groups: queue.SimpleQueue[GroupEnded | Exception | None] = queue.SimpleQueue()
+        """The groups that have ended; an error of `on_episode`; None when the process has ended."""
+        self._connection = connection
+        self._on_episode = on_episode
+        self._heard = time.monotonic()
+        threading.Thread(target=self._receive, name="rollout-inbox", daemon=True).start()
+
+    def silence(self) -> float:
+        """Return the seconds since the last message."""
+        return time.monotonic() - self._heard
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = msgspec.msgpack.decode(self._connection.recv_bytes(), type=FromPlayer)
+                self._heard = time.monotonic()
+                if isinstance(message, EpisodeEnded):
+                    self._on_episode(message.line)
+                elif isinstance(message, GroupEnded):
+                    self.groups.put(message)
+        except EOFError:
+            self.groups.put(None)
+        except Exception as error:
+            is_closed = self._connection.closed or isinstance(error, ConnectionError)
+            self.groups.put(None if is_closed else error)
+
+
+@contextlib.contextmanager
+def open_rollouts(args: AsyncTrainArgs, parts: RunParts) -> Iterator[RolloutProcess]:
+    """Yield the rollout process of a run. Rank 0 calls it when the servers are up."""
+    setup = PlayerSetup(args=encode_args(args), urls=parts.servers.urls, keys=parts.keys, incarnation=parts.incarnation)
+    rollouts = RolloutProcess(
+        setup,
+        parts.files.record_line,
+        parts.stop.check,
+        environment_url=args.env_url or args.tasks or "",
+        is_agent=args.agent is not None,
+    )
+    with contextlib.closing(rollouts):
+        yield rollouts
