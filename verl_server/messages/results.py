@@ -266,6 +266,8 @@ class ServerInfo(TypedDict, total=False):
     """Random id of this run of the server. A restart changes it."""
     weights_confirmed: bool
     """True if, since the start, an update contained every parameter or the owner called `accept_restart`."""
+    busy_seconds: float
+    """Seconds since the start in which at least one request was in the server."""
     tokenizer_path: str
     """Folder or hub id of the tokenizer."""
     dp_size: int

@@ -45,6 +45,7 @@ from verl_server.messages.io_struct import (
 )
 from verl_server.messages.results import SchedulerInfo
 from verl_server.server.arrivals import Arrivals
+from verl_server.server.busy_time import BusyTime
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
 from verl_server.server.loop_thread import LoopThread
@@ -95,6 +96,7 @@ class TokenizerManager:
         self._states: dict[str, ReqState] = {}  # by `req.rid`, the name in scheduler messages
         self._by_rid: dict[str, ReqState] = {}  # by the caller's rid
         self._by_name: dict[str, dict[str, ReqState]] = {}  # samples of a request, by its rid and by `req.rid`
+        self.busy = BusyTime()
         self.arrivals = Arrivals()
         self._serial = itertools.count(1)
         self.controls = ControlCalls(server_args, self._serial, self._encode, self._send)
@@ -188,6 +190,7 @@ class TokenizerManager:
                 raise BadRequestError(f"Duplicate request ID detected: {state.rid}")
         for state in new:
             self._states[state.req.rid] = self._by_rid[state.rid] = state
+        self.busy.note(len(self._states))
         generation = Generation(states, read.is_single, self.abandon, self._frame_gap)
         # The samples of one request have names of their own, if there are several.
         named = read.request.rid if isinstance(read.request.rid, str) else None
@@ -372,6 +375,7 @@ class TokenizerManager:
         """Remove a state. Return False if it was removed before."""
         if self._states.pop(state.req.rid, None) is None:
             return False
+        self.busy.note(len(self._states))
         del self._by_rid[state.rid]
         if state.request_name is not None and (samples := self._by_name.get(state.request_name)) is not None:
             samples.pop(state.req.rid, None)

@@ -96,6 +96,8 @@ class _Batch:
     ages: Ages = field(default_factory=Ages)
     waits: dict[str, float] = field(default_factory=dict)
     """Cause -> seconds that the trainer waited for it."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """trainer, servers -> share of the time since the last batch without work."""
     dropped: int = 0
     """Groups that became too old since the last step."""
 
@@ -152,6 +154,7 @@ class AsyncGRPO:
         """(step, numbers of its groups) of the step that runs or ran last."""
         self._waits: dict[str, float] = defaultdict(float)
         self._dropped = 0
+        self._busy: dict[str, float] = {}
         self._last_batch = time.monotonic()
 
     @property
@@ -175,7 +178,7 @@ class AsyncGRPO:
         metrics = describe_rollout(batch.report, step=step, version=str(version), ranks=self._ranks.size, gap=gap)
         metrics.rollout_seconds, metrics.waits = sum(batch.waits.values()), batch.waits
         metrics.age, metrics.age_max = batch.ages.mean, batch.ages.largest
-        metrics.ages, metrics.version_spans = batch.ages.ages, batch.ages.spans
+        metrics.ages, metrics.version_spans, metrics.idle = batch.ages.ages, batch.ages.spans, batch.idle
         metrics.dropped_groups = batch.dropped
         if metrics.skipped is not None:
             self.next_step += 1
@@ -228,11 +231,11 @@ class AsyncGRPO:
 
         Return the number of a signal that stops the run. Rank 0 calls it.
         """
+        if stopped := [int(signal) for signal in signals if signal]:
+            return stopped[0]
         deadline, version = time.monotonic() + _LOOK_SECONDS, self.version
         self._collect(0.0)
         while isinstance(groups := self._buffer.batch(version), str):
-            if stopped := [int(signal) for signal in (*signals, self._stop_signal()) if signal]:
-                return stopped[0]
             start = time.monotonic()
             if start >= deadline:
                 return None
@@ -245,11 +248,19 @@ class AsyncGRPO:
         report.seconds, self._last_batch = now - self._last_batch, now
         trajectories = [group.result.trajectories for group in groups if group.result is not None]
         ages = describe_ages(trajectories, self.weight_version)
-        self._batch = _Batch(report, shares[0], groups, ages, dict(self._waits), self._dropped)
+        waits = dict(self._waits)
+        idle = {"trainer": sum(waits.values()) / report.seconds} | self._idle_servers(report.seconds)
+        self._batch = _Batch(report, shares[0], groups, ages, waits, idle, self._dropped)
         self._used = (self.next_step, [group.number for group in groups])
         self._waits.clear()
         self._dropped = 0
         return [b"", *(_encoded(report, share) for share in shares[1:])]
+
+    def _idle_servers(self, seconds: float) -> dict[str, float]:
+        """Return {"servers": mean share of the last `seconds` in which a server had no request}, {} if none tells."""
+        before, self._busy = self._busy, self.servers.busy_seconds()
+        idle = [1 - (busy - before[name]) / seconds for name, busy in self._busy.items() if name in before]
+        return {"servers": max(0.0, sum(idle) / len(idle))} if idle else {}
 
     def _collect(self, timeout: float) -> None:
         """Start the groups that may start, and take those that have finished."""

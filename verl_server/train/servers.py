@@ -83,6 +83,16 @@ class RolloutServers:
         """The connections to the servers. Rank 0 has them."""
         return [_adapter(engine) for engine in self.engines]
 
+    def busy_seconds(self) -> dict[str, float]:
+        """Return instance id -> seconds in which the server had a request. Rank 0 calls it; not every server tells."""
+        found: dict[str, float] = {}
+        for adapter in self.adapters:
+            with contextlib.suppress(VerlServerError):
+                info = adapter.get_server_info()
+                if (seconds := info.get("busy_seconds")) is not None:
+                    found[str(info.get("instance_id"))] = seconds
+        return found
+
     @property
     def urls(self) -> list[str]:
         return [str(engine.url) for engine in self.engines]

@@ -107,6 +107,7 @@ class InfoApi:
             "weight_version": self._manager.controls.weight_version,
             "instance_id": self._manager.instance_id,
             "weights_confirmed": self._manager.controls.weights_confirmed,
+            "busy_seconds": round(self._manager.busy.seconds, 3),
             "paused_since": None if pause is None else pause.since,
             "paused_seconds": None if pause is None else round(pause.seconds, 3),
             "startup_time": self._started,
