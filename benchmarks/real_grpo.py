@@ -4,11 +4,13 @@
     python -m benchmarks.real_grpo --model smollm2 --seeds 0 1 2 --out runs/sums
     python -m benchmarks.real_grpo --model smollm2 --task reasoning-gym --out runs/chain_sum
     python -m benchmarks.real_grpo --model smollm2 --out runs/fast -- --grpo.group-size 32 --grpo.epochs 1
+    python -m benchmarks.real_grpo --model smollm2 --trainer async_grpo --out runs/async -- --max-staleness 4
 
 First the untrained model plays held-out tasks, 16 episodes each: a task that it never solves in 16 episodes is hard to
-learn from rewards. Then each seed is a run of `verl_server.train.grpo` in a process of its own, on one GPU, which ends
-with SIGTERM after --seconds if its steps are not complete by then. A run whose folder has a checkpoint is resumed. At
-last each trained model plays the held-out tasks. Options after `--` are those of the trainer.
+learn from rewards. Then each seed is a run of `verl_server.train.grpo` (or of another --trainer) in a process of its
+own, on one GPU, which ends with SIGTERM after --seconds if its steps are not complete by then. A run whose folder has
+a checkpoint is resumed. At last each trained model plays the held-out tasks. Options after `--` are those of the
+trainer.
 
 Writes OUT/summary.json, OUT/curves.html and a picture of each curve after every run, and prints one JSON line for each
 played set and each run.
@@ -16,6 +18,7 @@ played set and each run.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import itertools
@@ -61,6 +64,10 @@ class Args:
     """Model folder or hub id."""
     out: Path = Path("runs/real_grpo")
     """Folder for the runs, summary.json and curves.html."""
+    trainer: Literal["grpo", "async_grpo"] = "grpo"
+    """Module of verl_server.train that trains."""
+    all_gpus: bool = False
+    """Let a run see all GPUs, for a trainer and a server on two of them (--server.base-gpu-id 1 in OPTIONS)."""
     task: Literal["sums", "reasoning-gym"] = "sums"
     """sums: the game of examples/sums.py. reasoning-gym: its task chain_sum with small numbers, one turn."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -74,7 +81,7 @@ class Args:
     at_once: int = 1
     """Runs at one time. They take the visible GPUs in turn."""
     held_out: int = 128
-    """Held-out tasks. Each is played 16 times."""
+    """Held-out tasks. Each is played 16 times. 0 plays none."""
     mem_fraction_static: float = 0.3
     """Share of the GPU that each rollout server takes."""
     options: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -89,7 +96,9 @@ def main() -> None:
     for gpu in itertools.islice(itertools.cycle(range(max(1, torch.cuda.device_count()))), max(1, args.at_once)):
         gpus.put(gpu)
     with EnvServer(environment, kwargs=kwargs) as server, concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
-        before = _note(args.out / "before.json", lambda: _play(args, args.model, server.url, 0))
+        before = (
+            _note(args.out / "before.json", lambda: _play(args, args.model, server.url, 0)) if args.held_out else {}
+        )
 
         def work(seed: int) -> dict[str, Any]:
             gpu = gpus.get()
@@ -112,7 +121,11 @@ def _run(args: Args, seed: int, url: str, gpu: int) -> dict[str, Any]:
     began = time.monotonic()
     with (args.out / f"{seed}.log").open("a") as log:
         process = subprocess.Popen(
-            _command(args, seed, url, out), stdout=log, stderr=subprocess.STDOUT, env=_on_gpu(gpu), text=True
+            _command(args, seed, url, out),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=None if args.all_gpus else _on_gpu(gpu),
+            text=True,
         )
         try:
             status = process.wait(args.seconds)
@@ -136,8 +149,19 @@ def _run(args: Args, seed: int, url: str, gpu: int) -> dict[str, Any]:
         "rollout_seconds": _median(steps, "rollout_seconds"),
         "train_seconds": _median(steps, "train_seconds"),
         "sync_seconds": _median(steps, "sync_seconds"),
+        "over_time": _over_time(out, steps),
+        "ages": dict(sum((collections.Counter(step["ages"]) for step in steps), collections.Counter())),
+        "version_spans": dict(
+            sum((collections.Counter(step["version_spans"]) for step in steps), collections.Counter())
+        ),
+        "idle": {
+            who: _mean([step["idle"][who] for step in steps if who in step["idle"]]) for who in ("trainer", "servers")
+        },
+        "losses": {
+            name: _mean([step["losses"][name] for step in steps]) for name in (steps[-1]["losses"] if steps else {})
+        },
     }
-    if (out / "model").exists():
+    if args.held_out and (out / "model").exists():
         figures["after"] = _play(args, str(out / "model"), url, gpu)
     print(json.dumps(figures), flush=True)
     return figures
@@ -160,7 +184,7 @@ def _command(args: Args, seed: int, url: str, out: Path) -> list[str]:
     }
     words = [str(word) for option in options.items() for word in option]
     resume = ["--resume"] if latest_checkpoint(out) is not None else []
-    return [sys.executable, "-m", "verl_server.train.grpo", *words, *resume, *args.options]
+    return [sys.executable, "-m", f"verl_server.train.{args.trainer}", *words, *resume, *args.options]
 
 
 def _play(args: Args, model: str, url: str, gpu: int) -> dict[str, Any]:
@@ -229,6 +253,27 @@ def _note(file: Path, measure: Any) -> dict[str, Any]:
         file.write_text(json.dumps(measure()))
     figures: dict[str, Any] = json.loads(file.read_text())
     return figures
+
+
+def _over_time(out: Path, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the reward by 20 seconds since the first push, and the episodes trained in each second of this time."""
+    events = out / "events.jsonl"
+    begun = [e["time"] for e in map(json.loads, events.read_text().splitlines()) if e["kind"] == "push_ended"][:1]
+    if not begun or not steps:
+        return {}
+    bins: dict[int, list[float]] = {}
+    for step in steps:
+        bins.setdefault(int((step["time"] - begun[0]) // 20), []).append(step["reward"])
+    seconds = steps[-1]["time"] - begun[0]
+    return {
+        "seconds": round(seconds, 1),
+        "episodes_per_s": round(sum(step["trajectories"] for step in steps) / seconds, 1),
+        "reward_by_20_s": {20 * at: _mean(rewards) for at, rewards in sorted(bins.items())},
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(statistics.mean(values), 4) if values else None
 
 
 def _metrics(out: Path) -> list[dict[str, Any]]:
