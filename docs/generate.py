@@ -42,6 +42,7 @@ COMMANDS = {
     "verl-server env serve": ("verl_server.rollout.environments.env_process", "EnvServerArgs"),
     "verl-server demo": ("verl_server.train.demo", "DemoArgs"),
     "python -m verl_server.train.grpo": ("verl_server.train.grpo", "TrainArgs"),
+    "python -m verl_server.train.async_grpo": ("verl_server.train.options", "AsyncTrainArgs"),
 }
 """Command -> the class of its options. A test compares them with the commands of `verl_server.cli.main`."""
 PAGES = {
@@ -203,8 +204,8 @@ def commands_page(site: Site) -> None:
     cli = importlib.import_module("verl_server.cli.main")
     trajectories = importlib.import_module("verl_server.cli.trajectories")
     page.add(
-        "The package installs one program, `verl-server`, which is also `python -m verl_server`. The trainer is "
-        "`python -m verl_server.train.grpo`, also under torchrun. Other modules that run with `python -m` are "
+        "The package installs one program, `verl-server`, which is also `python -m verl_server`. The trainers are "
+        "`python -m verl_server.train.grpo` and `async_grpo`, also under torchrun. Other modules that run with `python -m` are "
         "processes that these programs start. A boolean option also has a `--no-` form. `--help` lists the same."
     )
     page.add(f"```\n{cli.USAGE.strip()}\n```")

@@ -245,6 +245,9 @@ class AsyncTrainArgs(TrainArgs):
     stale: Literal["wait", "drop"] = "wait"
     """The trainer waits for a group that would become too old, or does not: it drops the groups that are too old, and
     starts others. Dropping loses the slow tasks first."""
+    max_concurrency: int | None = None
+    """Most episodes at one time, of all ranks together. None: all episodes of the groups that may play, groups x
+    group_size x (max_staleness + 1)."""
     push_mode: Literal["in_place", "retract"] = "in_place"
     """Episodes that generate during a push keep their KV cache, or compute it again under the new weights."""
 
@@ -252,6 +255,11 @@ class AsyncTrainArgs(TrainArgs):
         super().__post_init__()
         if self.max_staleness < 0:
             raise BadRequestError(f"--max-staleness must be at least 0, not {self.max_staleness}.")
+        if self.limits.straggler_timeout is not None:
+            raise BadRequestError(
+                "--straggler-timeout is for verl_server.train.grpo, whose step waits for its slowest episode. Here a "
+                "slow episode is trained at a later step: remove the option, or name a --trajectory-timeout."
+            )
 
     def update_mode(self) -> UpdateMode:
         return self.push_mode
