@@ -205,8 +205,8 @@ def commands_page(site: Site) -> None:
     trajectories = importlib.import_module("verl_server.cli.trajectories")
     page.add(
         "The package installs one program, `verl-server`, which is also `python -m verl_server`. The trainers are "
-        "`python -m verl_server.train.grpo` and `async_grpo`, also under torchrun. Other modules that run with `python -m` are "
-        "processes that these programs start. A boolean option also has a `--no-` form. `--help` lists the same."
+        "`python -m verl_server.train.grpo` and `async_grpo`, also under torchrun. Other modules that run with "
+        "`python -m` are processes that these programs start. A boolean option also has a `--no-` form. `--help` lists the same."
     )
     page.add(f"```\n{cli.USAGE.strip()}\n```")
     page.add("## verl-server serve", cli.SERVE_HELP, "Its options are the [settings](settings.md#serverargs).")
