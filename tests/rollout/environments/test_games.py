@@ -49,6 +49,25 @@ def test_waits_are_heavy_tailed_capped_and_repeatable() -> None:
     assert draws[:4] == [HeavyTail(0.01).seconds("e0", n) for n in range(4)]
 
 
+def test_a_game_has_a_longest_wait_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+
+    async def longest(**settings: float) -> float:
+        slept.clear()
+        for seed in range(500):
+            await GuessNumber(latency=0.01, **settings).reset(seed)
+        return max(slept)
+
+    assert asyncio.run(longest()) == pytest.approx(0.2)
+    assert asyncio.run(longest(longest=0.05)) == pytest.approx(0.05)
+    assert asyncio.run(longest(longest=0.3)) > 0.2
+
+
 def test_a_reasoning_gym_task_over_http() -> None:
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
 

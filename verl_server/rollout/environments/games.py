@@ -47,11 +47,14 @@ class GuessNumber:
     action_schema = TEXT_SCHEMA
     observation_schema = TEXT_SCHEMA
 
-    def __init__(self, numbers: int = 12, guesses: int = 5, latency: float = 0.0) -> None:
-        """`latency` is the median time of `reset` and `step`, in seconds. The times are heavy-tailed."""
+    def __init__(self, numbers: int = 12, guesses: int = 5, latency: float = 0.0, longest: float | None = None) -> None:
+        """`latency` is the median time of `reset` and `step`, in seconds. The times are heavy-tailed.
+
+        `longest` is the longest time, in seconds. Default: 20 medians.
+        """
         self._numbers = numbers
         self._guesses = guesses
-        self._latency = HeavyTail(latency)
+        self._latency = HeavyTail(latency, cap=20.0 if longest is None or latency == 0 else longest / latency)
         self._hidden = 0
         self._taken = 0
         self._episode = ""
