@@ -206,7 +206,8 @@ def commands_page(site: Site) -> None:
     page.add(
         "The package installs one program, `verl-server`, which is also `python -m verl_server`. The trainers are "
         "`python -m verl_server.train.grpo` and `async_grpo`, also under torchrun. Other modules that run with "
-        "`python -m` are processes that these programs start. A boolean option also has a `--no-` form. `--help` lists the same."
+        "`python -m` are processes that these programs start. A boolean option also has a `--no-` form. `--help` lists "
+        "the same."
     )
     page.add(f"```\n{cli.USAGE.strip()}\n```")
     page.add("## verl-server serve", cli.SERVE_HELP, "Its options are the [settings](settings.md#serverargs).")
