@@ -19,7 +19,7 @@ from verl_server.errors import BadRequestError
 from verl_server.train import grpo
 from verl_server.train.batches import MicroBatch, Sample
 from verl_server.train.grpo import PolicyTrainer
-from verl_server.train.losses import LossConfig, mean_losses, policy_loss
+from verl_server.train.losses import LossConfig, mean_losses, policy_loss, token_factors
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 
@@ -232,6 +232,44 @@ def test_metrics_by_hand() -> None:
     assert "ratio" not in metrics and "squared_ratio" not in metrics
     _, _, sums = evaluate(LossConfig(), [sample], [[500.0, -1.0]])
     assert all(math.isfinite(value) for value in mean_losses(sums, 1 / 2).values()), "one token made metrics infinite"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_token_that_a_mask_leaves_out_cannot_break_the_gradient(loss: Any) -> None:
+    """Its probability grew by more than float32 can express."""
+    trajectory = make_trajectory(0, 1.0, 3)
+    trajectory.logprobs[2:] = [-1.0, -101.0, -1.0]
+    current = [[-1.0, -0.5, -1.0]]
+    sample = Sample(trajectory, 1.0, torch.tensor(current[0]))
+    _, gradients, sums = evaluate(LossConfig(loss=loss, token_mask=TOKEN_MASK), [sample], current)
+    assert gradients == [[-1.0, 0.0, -1.0]] and sums["masked_fraction"] == 1
+    value, gradients, _ = evaluate(LossConfig(loss=loss, sequence_mask=SEQUENCE_MASK), [sample], current)
+    assert (value, gradients) == (0.0, [[0.0] * 3])
+
+
+@pytest.mark.parametrize("masks", [{"token_mask": TOKEN_MASK}, {"sequence_mask": SEQUENCE_MASK}])
+def test_a_mask_hides_no_broken_logprob(masks: dict[str, Any]) -> None:
+    sample = Sample(make_trajectory(0, 1.0, 2), 1.0)
+    sample.trajectory.logprobs[2] = math.nan
+    value, _, sums = evaluate(LossConfig(**masks), [sample], [[-1.0, -1.0]])
+    assert math.isnan(value) and sums["masked_fraction"] == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "factors"),
+    [
+        ("clip_behaviour", [1.0, 0.0, 1.0, 1.0]),
+        ("tis", [1.0, 0.0, 1.5, 0.75]),
+        ("decoupled", [1.0, 0.0, 2.0, 0.75]),
+        ("unclipped", [1.0, 0.0, 1.0, 1.0]),
+    ],
+)
+def test_factors_of_tokens_by_hand(loss: Any, factors: list[float]) -> None:
+    weights = [1.0, 4.0, 2.0, 0.75]
+    sample = Sample(make_trajectory(0, 1.0, 4), 1.0, torch.tensor([-1.0 + math.log(weight) for weight in weights]))
+    config = LossConfig(loss=loss, token_mask=(0.5, 3.0), tis_bound=1.5 if loss == "tis" else 2.0)
+    found, kept = token_factors(torch.zeros(4), MicroBatch.of([sample], CPU), config)
+    assert found.tolist() == pytest.approx(factors) and kept.tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize(

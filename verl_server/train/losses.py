@@ -121,22 +121,18 @@ def policy_loss(
     `logprobs` and `entropy` [n] fp32 are the current policy's at the sampled tokens of `batch`. Masks do not apply to
     the entropy bonus. `mean_losses` makes metrics of the sums over all micro-batches and ranks.
     """
+    factors, kept = token_factors(logprobs, batch, config)
     behaviour, advantages = batch.behaviour_logprobs, batch.advantages
-    proximal = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
-    weights = (proximal - behaviour).exp()
-    ratio = (logprobs - (proximal if config.loss in ("tis", "decoupled") else behaviour)).exp()
-    clipped = ratio if config.loss == "unclipped" else ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
-    sums = {"clip_fraction": (ratio != clipped).sum(), "log_allowed_mass": batch.log_weights.sum()}
+    log_ratio = logprobs - (_proximal(logprobs, batch) if config.loss in ("tis", "decoupled") else behaviour)
+    # Masked before `exp`: the gradient of a ratio that is infinite would not be finite, even times 0.
+    ratio = torch.where(kept, log_ratio, 0.0).exp()
+    objective = factors * torch.minimum(ratio * advantages, _clipped(ratio, config) * advantages)
+    whole = log_ratio.detach().exp()
+    sums = {"clip_fraction": (whole != _clipped(whole, config)).sum(), "log_allowed_mass": batch.log_weights.sum()}
     sums |= _drift(logprobs.detach() - behaviour)
     if config.loss == "tis":
-        objective = objective * weights.clamp(max=config.tis_bound)
-        sums["truncated_fraction"] = (weights > config.tis_bound).sum()
-    elif config.loss == "decoupled":
-        objective = objective * weights
+        sums["truncated_fraction"] = ((_proximal(logprobs, batch) - behaviour).exp() > config.tis_bound).sum()
     if config.has_masks:
-        kept = _kept(proximal - behaviour, batch, config)
-        objective = torch.where(kept, objective, 0.0)
         sums["masked_fraction"] = (~kept).sum()
     loss = -objective.sum()
     if entropy is not None:
@@ -144,6 +140,29 @@ def policy_loss(
         if entropy_coef:
             loss = loss - entropy_coef * entropy.sum()
     return loss, {"loss": loss.detach()} | sums
+
+
+def token_factors(logprobs: Tensor, batch: MicroBatch, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Return (the factor of each token's term [n] fp32; False [n] for the tokens that masks leave out).
+
+    The factor is the importance weight of `tis` and `decoupled`, else 1, and 0 for a token that masks leave out. No
+    gradient passes through it. `logprobs` [n] are the current policy's.
+    """
+    log_weights = _proximal(logprobs, batch) - batch.behaviour_logprobs
+    kept = torch.ones_like(log_weights, dtype=torch.bool)
+    if config.token_mask is not None:
+        kept &= _within(log_weights.exp(), config.token_mask)
+    if config.sequence_mask is not None:
+        # Sums of rows, not `index_add`, whose order of additions differs from run to run on CUDA.
+        table = torch.zeros((2, batch.tokens.numel()), dtype=log_weights.dtype, device=log_weights.device)
+        table[0, batch.positions], table[1, batch.positions] = log_weights, 1.0
+        logs, counts = table.view(2, *batch.tokens.shape).sum(-1)
+        means = (logs / counts.clamp(min=1)).exp()
+        kept &= _within(means, config.sequence_mask)[batch.positions // batch.tokens.shape[1]]
+    factors = log_weights.exp() if config.loss in ("tis", "decoupled") else torch.ones_like(log_weights)
+    if config.loss == "tis":
+        factors = factors.clamp(max=config.tis_bound)
+    return torch.where(kept, factors, 0.0), kept
 
 
 def mean_losses(sums: Mapping[str, float], share: float) -> dict[str, float]:
@@ -171,20 +190,14 @@ def _drift(log_ratio: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _kept(log_weights: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:
-    """Return bool [n]: False for the tokens that masks leave out. `log_weights` [n] are log(proximal / behaviour)."""
-    kept = torch.ones_like(log_weights, dtype=torch.bool)
-    if config.token_mask is not None:
-        kept &= _within(log_weights.exp(), config.token_mask)
-    if config.sequence_mask is not None:
-        # Sums of rows, not `index_add`, whose order of additions differs from run to run on CUDA.
-        table = torch.zeros((2, batch.tokens.numel()), dtype=log_weights.dtype, device=log_weights.device)
-        table[0, batch.positions], table[1, batch.positions] = log_weights, 1.0
-        logs, counts = table.view(2, *batch.tokens.shape).sum(-1)
-        means = (logs / counts.clamp(min=1)).exp()
-        kept &= _within(means, config.sequence_mask)[batch.positions // batch.tokens.shape[1]]
-    return kept
+def _proximal(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+    return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+
+
+def _clipped(ratio: Tensor, config: LossConfig) -> Tensor:
+    return ratio if config.loss == "unclipped" else ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
 def _within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
-    return (bounds[0] <= values) & (values <= bounds[1])
+    """Return True for values within the bounds, and for NaN: a mask must not hide a log-probability that is broken."""
+    return ~((values < bounds[0]) | (values > bounds[1]))
