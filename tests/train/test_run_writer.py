@@ -17,6 +17,7 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.batches import MicroBatch, Sample, sampled_positions
 from verl_server.train.metrics import Failure, RolloutReport, StepMetrics, describe_rollout
+from verl_server.train.options import GRPOConfig
 from verl_server.train.run_writer import RunWriter
 from verl_server.train.trained_record import TrainedRecord, age_of
 from verl_server.watch import run_records
@@ -195,7 +196,7 @@ def test_failures_have_the_incarnation(tmp_path: Path) -> None:
 
 
 def test_the_first_pass_over_each_trajectory_is_recorded() -> None:
-    record = TrainedRecord()
+    record = TrainedRecord(GRPOConfig())
     samples = [Sample(versioned(make_trajectory(group, 1.0, 2 + group), "4@" + FIRST), 0.5) for group in (0, 1)]
     batch = MicroBatch.of(samples, torch.device("cpu"))
     logprobs = torch.tensor([-1.0, -2.0, -3.0, math.nan, -0.12345678])
@@ -207,6 +208,28 @@ def test_the_first_pass_over_each_trajectory_is_recorded() -> None:
     assert first.positions == sampled_positions(samples[0].trajectory).tolist() == [2, 3]
     assert (first.logprobs, first.entropy, first.loss_weights) == ([-1.0, -2.0], [1.0, 2.0], [])
     assert second.logprobs == [-3.0, None, -0.123457] and record.take(7, "6@" + FIRST) == []
+
+
+def test_the_factor_of_each_token_in_the_loss_is_recorded() -> None:
+    """The importance weights are 4, 2 and 1; the second and third token were drawn under a mask of the sampler."""
+    trajectory = make_trajectory(0, 1.0, 3)
+    trajectory.policy_logprobs = [0.0, 0.0, -1.0, -1.5, -4.0]
+    samples = [Sample(trajectory, 0.5, torch.tensor([-1.0, -1.5, -4.0]) + torch.tensor([4.0, 2.0, 1.0]).log())]
+    for options, expected in (
+        ({}, []),
+        ({"loss": "tis"}, [2.0, 2.0, 1.0]),
+        ({"loss": "decoupled"}, [4.0, 2.0, 1.0]),
+        ({"loss": "decoupled", "token_mask": (0.5, 3.0)}, [0.0, 2.0, 1.0]),
+        ({"sequence_mask": (0.5, 1.9)}, [0.0, 0.0, 0.0]),
+        ({"correction_bound": 3.0}, [1.0, 0.606531, 0.049787]),
+        ({"loss": "tis", "correction_bound": 3.0}, [2.0, 1.213061, 0.049787]),
+    ):
+        config = GRPOConfig(**options)
+        record = TrainedRecord(config)
+        batch = MicroBatch.of(samples, torch.device("cpu"), config.correction_bound)
+        record.note(samples, batch, torch.zeros(3), None)
+        (found,) = record.take(0, "0@" + FIRST)
+        assert found.loss_weights == pytest.approx(expected, abs=1e-6), options
 
 
 def test_the_age_is_that_of_the_oldest_token() -> None:

@@ -101,7 +101,7 @@ class PolicyTrainer:
         )
         self.scaling = LossScaling(policy.compute_dtype, device)
         self.steps = StepCounter()
-        self.trained = TrainedRecord(config.correction_bound)
+        self.trained = TrainedRecord(config)
         self._run_steps = steps
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.batches import MicroBatch, Sample
+from verl_server.train.losses import token_factors
+from verl_server.train.options import GRPOConfig
 from verl_server.watch.run_records import TrainedTrajectory
 from verl_server.weight_version import WeightVersion
 
@@ -26,13 +28,12 @@ class _Pass:
     samples: Sequence[Sample]
     logprobs: Tensor
     entropy: Tensor | None
-    log_weights: Tensor
+    factors: Tensor
 
 
 class TrainedRecord:
-    def __init__(self, correction: float = 0.0) -> None:
-        """`correction` is that of `MicroBatch.of`."""
-        self._correction = correction
+    def __init__(self, config: GRPOConfig) -> None:
+        self._config = config
         self._passes: list[_Pass] = []
         self._seen: set[int] = set()
 
@@ -50,7 +51,10 @@ class TrainedRecord:
         if new:
             self._seen |= new
             own = None if entropy is None else entropy.detach()
-            self._passes.append(_Pass(samples, logprobs.detach(), own, batch.log_weights))
+            factors, _ = token_factors(logprobs.detach(), batch, self._config)
+            if (bound := self._config.correction_bound) > 0:  # as in `MicroBatch.of`
+                factors = factors * batch.log_weights.exp().clamp(max=bound)
+            self._passes.append(_Pass(samples, logprobs.detach(), own, factors))
 
     def take(self, step: int, version: str) -> list[TrainedTrajectory]:
         """Return the records of training step `step`, which trained the weights `version`, and forget them."""
@@ -64,7 +68,7 @@ class TrainedRecord:
     def _records(self, found: _Pass, step: int, version: str) -> Iterator[tuple[Sample, TrainedTrajectory]]:
         logprobs = _numbers(found.logprobs)
         entropy = [] if found.entropy is None else _numbers(found.entropy)
-        weights = _numbers(found.log_weights.exp().clamp(max=self._correction)) if self._correction > 0 else []
+        factors = _numbers(found.factors)
         start = 0
         for sample in found.samples:
             trajectory = sample.trajectory
@@ -86,7 +90,7 @@ class TrainedRecord:
                     positions=positions,
                     logprobs=logprobs[rows],
                     entropy=entropy[rows],
-                    loss_weights=weights[rows] if any(weight != 1 for weight in weights[rows]) else [],
+                    loss_weights=factors[rows] if any(factor != 1 for factor in factors[rows]) else [],
                 ),
             )
 

@@ -66,7 +66,9 @@ class TrainedTrajectory(msgspec.Struct, kw_only=True):
     entropy: list[float | None] = []
     """Entropy of the policy at each trained token, in nats. [] if the trainer did not compute it."""
     loss_weights: list[float | None] = []
-    """Factor of each token in the loss, beside the advantage. [] if all are 1."""
+    """Factor of each token in the loss, beside the advantage and the ratio of the policies: the importance weight of
+    the losses tis and decoupled, times the correction of a token that was drawn under a mask, a penalty or a bias
+    (`correction_bound`); 0 if a mask of the loss leaves the token out. None if it is not finite. [] if all are 1."""
 
 
 class RunEvent(msgspec.Struct, kw_only=True):
