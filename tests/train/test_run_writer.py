@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -208,6 +209,24 @@ def test_the_first_pass_over_each_trajectory_is_recorded() -> None:
     assert first.positions == sampled_positions(samples[0].trajectory).tolist() == [2, 3]
     assert (first.logprobs, first.entropy, first.loss_weights) == ([-1.0, -2.0], [1.0, 2.0], [])
     assert second.logprobs == [-3.0, None, -0.123457] and record.take(7, "6@" + FIRST) == []
+
+
+def test_the_line_of_a_trained_trajectory_is_found_beside_those_it_replaced(tmp_path: Path) -> None:
+    attempts = [make_trajectory(3, reward) for reward in (None, None, 1.0)]
+    for number, trajectory in enumerate(attempts):
+        trajectory.attempt = number
+    record, (sample,) = TrainedRecord(GRPOConfig()), [Sample(attempts[-1], 0.5)]
+    record.note([sample], MicroBatch.of([sample], torch.device("cpu")), torch.zeros(3), None)
+    files = RunWriter(tmp_path, FIRST)
+    files.record_trajectories(0, [attempts[-1], *attempts[:-1]])  # replaced ones come last, as in `run`
+    files.record_trained(record.take(0, "0@" + FIRST))
+
+    def keys(t: Any) -> tuple[Any, ...]:
+        return t.member, t.attempt, t.session, t.branch
+
+    (found,) = read_trained(tmp_path)
+    same = [r.trajectory for r in read_recorded(tmp_path) if r.step == found.sampled_step]
+    assert [t.reward for t in same if (t.task.group, *keys(t)) == (found.group, *keys(found))] == [1.0]
 
 
 def test_the_factor_of_each_token_in_the_loss_is_recorded() -> None:

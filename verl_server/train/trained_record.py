@@ -85,6 +85,7 @@ class TrainedRecord:
                     member=trajectory.member,
                     session=trajectory.session,
                     branch=trajectory.branch,
+                    attempt=trajectory.attempt,
                     advantage=sample.advantage,
                     age=age_of(trajectory, version),
                     positions=positions,

@@ -30,9 +30,9 @@ class Label(msgspec.Struct, kw_only=True):
 class TrainedTrajectory(msgspec.Struct, kw_only=True):
     """A line of trained-rankN.jsonl: what the trainer computed for a trajectory in the first pass over it.
 
-    The trajectory is the last line of `sampled_rank` and the same incarnation in trajectories-rankN.jsonl that has
-    `sampled_step`, `group`, `member`, `session` and `branch`. Lists have one number for each token in `positions`,
-    rounded to 6 decimals.
+    The trajectory is the line of `sampled_rank` and the same incarnation in trajectories-rankN.jsonl that has
+    `sampled_step`, `group`, `member`, `attempt`, `session` and `branch`. Lists have one number for each token in
+    `positions`, rounded to 6 decimals.
     """
 
     step: int
@@ -49,6 +49,8 @@ class TrainedTrajectory(msgspec.Struct, kw_only=True):
     """`task.group` of the trajectory."""
     member: int
     """Number of the episode in its group."""
+    attempt: int = 0
+    """Number of episodes that this one and others replaced before it: their lines have the other keys in common."""
     session: str = ""
     """Id of the agent's session. "" without an agent."""
     branch: int = 0
