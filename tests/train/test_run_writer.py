@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +266,38 @@ def test_the_age_is_that_of_the_oldest_token() -> None:
 def versioned(trajectory: Trajectory, version: str) -> Trajectory:
     trajectory.weight_versions = [version if mask else "" for mask in trajectory.loss_mask]
     return trajectory
+
+
+def test_threads_write_side_by_side(tmp_path: Path) -> None:
+    """A thread writes episodes when they end, while another one trains. Each removes the oldest segments."""
+    files, interval = RunWriter(tmp_path, FIRST, kept_bytes=8_000), sys.getswitchinterval()
+    files.begin(started())
+
+    def episodes(step: int) -> None:
+        files.record_trajectories(step, [make_trajectory(0, 1.0, 2)])
+
+    def training(step: int) -> None:
+        files.note(StepBegan(step=step))
+        files.record_trained([trained(step)])
+
+    def repeat(work: Callable[[int], None]) -> None:
+        for step in range(150):
+            work(step)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(repeat, work) for work in (episodes, training) * 2]
+            for each in running:
+                each.result(timeout=60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert sum(file.stat().st_size for kind in ("traj", "trained") for file in tmp_path.glob(f"{kind}*")) <= 8_000
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(line["kind"] == "step_began" for line in lines) == 300
+    assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+    removed = [line["file"] for line in lines if line["kind"] == "segment_removed"]
+    assert len(removed) == len(set(removed)) > 0
 
 
 def test_two_ranks_write_their_own_files(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@
 
 A file with the number of a rank is written by that rank, the others by rank 0. Lines are only appended: a resumed run
 appends the steps that run again under another incarnation, and `run_files` tells them from the lost ones. Files are
-rotated by size (`files.segments`).
+rotated by size (`files.segments`). Any thread may call a `RunWriter`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -57,6 +58,9 @@ class RunWriter:
         self.incarnation = incarnation
         self._rank = rank
         self._kept_bytes = kept_bytes // ranks
+        self._lock = threading.RLock()
+        """Held while lines are written and segments are removed: events are in the order of their times, and no two
+        threads remove one segment. Reentrant, because a removed segment is an event."""
         segment_bytes = min(SEGMENT_BYTES, max(1, self._kept_bytes // _SEGMENTS))
         self._trajectories = Segments(folder / f"trajectories-rank{rank}.jsonl", segment_bytes)
         self._trained = Segments(folder / f"trained-rank{rank}.jsonl", segment_bytes)
@@ -66,15 +70,10 @@ class RunWriter:
         self._events = Segments(folder / (f"events-rank{rank}.jsonl" if rank else "events.jsonl"))
 
     def close(self) -> None:
-        for file in (
-            self._trajectories,
-            self._trained,
-            self._untrained,
-            self._metrics,
-            self._errors,
-            self._events,
-        ):
-            file.close()
+        files = (self._trajectories, self._trained, self._untrained, self._metrics, self._errors, self._events)
+        with self._lock:
+            for file in files:
+                file.close()
 
     def begin(self, event: RunStarted | RunResumed) -> None:
         """Write the event of this start. Readers need it to tell the lines of several starts from each other.
@@ -104,8 +103,9 @@ class RunWriter:
     def record_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Append this rank's trajectories of a step. Every rank calls it with its own."""
         if self._kept_bytes and trajectories:
-            self._trajectories.append(_lines(labelled(trajectories, **self._label(step))))
-            self._bound()
+            with self._lock:
+                self._trajectories.append(_lines(labelled(trajectories, **self._label(step))))
+                self._bound()
 
     def record_line(self, line: bytes) -> None:
         """Append a trajectory as its line, which has its label. Any thread may call it."""
@@ -116,10 +116,11 @@ class RunWriter:
     def record_trained(self, trained: Sequence[TrainedTrajectory]) -> None:
         """Append what the trainer computed for this rank's trajectories. Every rank calls it with its own."""
         if self._kept_bytes and trained:
-            for record in trained:
-                record.rank, record.incarnation, record.time = self._rank, self.incarnation, time.time()
-            self._trained.append(_lines(trained))
-            self._bound()
+            with self._lock:
+                for record in trained:
+                    record.rank, record.incarnation, record.time = self._rank, self.incarnation, time.time()
+                self._trained.append(_lines(trained))
+                self._bound()
 
     def record_untrained(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Append this rank's trajectories that ended in a step which the run does not complete."""
@@ -136,8 +137,9 @@ class RunWriter:
         return msgspec.structs.asdict(label)
 
     def _append_event(self, event: RunEvent) -> None:
-        event.time, event.incarnation = time.time(), self.incarnation
-        self._events.append(_lines([event]))
+        with self._lock:
+            event.time, event.incarnation = time.time(), self.incarnation
+            self._events.append(_lines([event]))
 
 
 def _lines(records: Iterable[Any]) -> Iterable[bytes]:
