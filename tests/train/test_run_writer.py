@@ -156,6 +156,22 @@ def test_the_oldest_trajectories_are_removed_and_an_event_says_so(tmp_path: Path
     assert [file.name for file in (tmp_path / "nothing").iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_run_that_goes_on_with_fewer_ranks_keeps_the_bound(tmp_path: Path) -> None:
+    most, steps = 40_000, iter(range(1000))
+    for incarnation, ranks in ((FIRST, 4), (SECOND, 2)):
+        writers = [RunWriter(tmp_path, incarnation, rank=rank, ranks=ranks, kept_bytes=most) for rank in range(ranks)]
+        writers[0].begin(started() if ranks == 4 else resumed(100))
+        for step in (next(steps) for _ in range(100)):
+            for rank, files in enumerate(writers):
+                files.record_trajectories(step, [make_trajectory(rank, 1.0, 20)])
+        for files in writers:
+            files.close()
+        assert sum(file.stat().st_size for file in tmp_path.glob("trajectories-rank*")) <= most
+    removed = [event for event in read_events(tmp_path) if isinstance(event, SegmentRemoved)]
+    assert {event.rank for event in removed if event.incarnation == SECOND} == {0, 1, 2, 3}
+    assert all(f"-rank{event.rank}." in event.file for event in removed)
+
+
 def test_a_cut_line_of_each_file_is_left_out(tmp_path: Path) -> None:
     files = RunWriter(tmp_path, FIRST)
     files.begin(started())

@@ -29,6 +29,7 @@ from verl_server.files.json_values import jsonable
 from verl_server.files.segments import SEGMENT_BYTES, Segments, remove_oldest
 from verl_server.rollout.trajectory import Trajectory, labelled
 from verl_server.train.metrics import Failure, StepMetrics
+from verl_server.watch.run_files import rank_paths
 from verl_server.watch.run_records import Label, RunEvent, RunResumed, RunStarted, SegmentRemoved, TrainedTrajectory
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 KEPT_BYTES = 16 * GIB
 """Default of the size of all trajectories of a run."""
+_BOUNDED = ("trajectories", "trained")
 _SEGMENTS = 8
 """Segments that a bound of the size holds at least, so that removing one removes a small part."""
 
@@ -64,6 +66,9 @@ class RunWriter:
         segment_bytes = min(SEGMENT_BYTES, max(1, self._kept_bytes // _SEGMENTS))
         self._trajectories = Segments(folder / f"trajectories-rank{rank}.jsonl", segment_bytes)
         self._trained = Segments(folder / f"trained-rank{rank}.jsonl", segment_bytes)
+        # Those of an earlier start with more ranks are bounded, too: no rank writes them now.
+        own = [path for kind in _BOUNDED for path in rank_paths(folder, kind) if _rank_of(path) % ranks == rank]
+        self._bounded = list(dict.fromkeys([self._trajectories.path, self._trained.path, *own]))
         self._untrained = Segments(folder / f"untrained-rank{rank}.jsonl")
         self._metrics = Segments(folder / "metrics.jsonl")
         self._errors = Segments(folder / "errors.jsonl")
@@ -129,8 +134,8 @@ class RunWriter:
 
     def _bound(self) -> None:
         """Remove the oldest segments with trajectories beyond the bound."""
-        for file, size in remove_oldest([self._trajectories.path, self._trained.path], self._kept_bytes):
-            self.note(SegmentRemoved(rank=self._rank, file=file.name, bytes=size))
+        for file, size in remove_oldest(self._bounded, self._kept_bytes):
+            self.note(SegmentRemoved(rank=_rank_of(file), file=file.name, bytes=size))
 
     def _label(self, step: int) -> dict[str, Any]:
         label = Label(step=step, rank=self._rank, incarnation=self.incarnation, time=time.time())
@@ -140,6 +145,11 @@ class RunWriter:
         with self._lock:
             event.time, event.incarnation = time.time(), self.incarnation
             self._events.append(_lines([event]))
+
+
+def _rank_of(file: Path) -> int:
+    """Return N of KIND-rankN.jsonl, or of a segment of it."""
+    return int(file.name.partition("-rank")[2].partition(".")[0])
 
 
 def _lines(records: Iterable[Any]) -> Iterable[bytes]:
