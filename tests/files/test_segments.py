@@ -93,3 +93,18 @@ def test_the_oldest_segments_of_all_paths_are_removed_first(tmp_path: Path) -> N
         log.append(numbered(8, 9))
         assert lines_of(log.path) == numbered(6, 9)
         assert segment_files(log.path)[-1].name.endswith(".4.jsonl"), "a number is never used twice"
+
+
+def test_a_segment_that_is_removed_when_it_is_opened_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "a.jsonl", Path.open
+    Segments(path, segment_bytes=20).append(numbered(0, 6))
+
+    def late(file: Path, *arguments: str) -> object:
+        if file == path:
+            file.unlink()
+        return opened(file, *arguments)
+
+    monkeypatch.setattr(Path, "open", late)
+    assert lines_of(path) == numbered(2, 6)

@@ -54,8 +54,12 @@ def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
     Yield nothing if there is no file.
     """
-    if path.exists():
+    try:
         yield from itertools.takewhile(lambda found: found[1].endswith(b"\n"), numbered_lines(path))
+    except BadRequestError as error:
+        # Not `path.exists()` before: the writer of a bounded file may remove it in between.
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
