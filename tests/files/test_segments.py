@@ -108,3 +108,29 @@ def test_a_segment_that_is_removed_when_it_is_opened_is_left_out(
 
     monkeypatch.setattr(Path, "open", late)
     assert lines_of(path) == numbered(2, 6)
+
+
+def test_a_disk_that_refuses_to_cut_a_torn_line_spoils_no_further_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Segments(tmp_path / "a.jsonl")
+    log.append(numbered(0, 1))
+    write = os.write
+
+    def torn(descriptor: int, data: memoryview) -> int:
+        if len(data) <= 4:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(descriptor, data[:5])
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "write", torn)
+        broken.setattr(os, "ftruncate", refuse)
+        for _ in range(2):
+            with pytest.raises(OSError, match="output"):
+                log.append(numbered(1, 2))
+    assert lines_of(log.path) == numbered(0, 1)
+    log.append(numbered(2, 3))
+    assert log.path.read_bytes() == b"".join(numbered(0, 1) + numbered(2, 3))

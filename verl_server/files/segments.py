@@ -79,22 +79,28 @@ class Segments:
 
     def close(self) -> None:
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _open_newest(self) -> None:
         """Open the newest segment, and cut off a last line that an interruption left without an end."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         existing = segment_files(self.path)
         self._open(existing[-1] if existing else self.path)
-        self._size = _whole_size(self._descriptor)
-        os.ftruncate(self._descriptor, self._size)
+        try:
+            self._size = _whole_size(self._descriptor)
+            os.ftruncate(self._descriptor, self._size)
+        except BaseException:
+            self._close()
+            raise
 
     def _rotate(self) -> None:
         number = (_number(self.path, self._newest) or 0) + 1
-        os.close(self._descriptor)
-        self._descriptor = -1
+        self._close()
         self._open(self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}"))
         self._size = 0
 
@@ -107,11 +113,10 @@ class Segments:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-        except OSError:
-            written = _whole_size(self._descriptor)
+        except BaseException:  # also an interruption between two writes
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, written)
-                self._size = written
+                os.ftruncate(self._descriptor, _whole_size(self._descriptor))
+            self._close()  # the next call opens the segment again, and cuts off what could not be cut off now
             raise
         self._size += len(data)
 
