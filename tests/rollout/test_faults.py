@@ -147,6 +147,32 @@ def test_replacements_are_bounded_in_each_group() -> None:
     assert play([[EnvError("gone")]], replacements=0).replaced == []
 
 
+def test_a_replacement_takes_the_place_of_the_lost_episode_and_waits_since_its_end() -> None:
+    """With one place, no other episode begins between a lost episode and the one that replaces it."""
+    rollout = play([[says("a"), EnvError("gone")], WON], 2, max_concurrency=1)
+    (lost,), (again, other) = rollout.replaced, rollout.trajectories
+    assert (lost.task.group, again.task.group, again.attempt, other.attempt) == (0, 0, 1, 0)
+    waits = [each.events[0] for each in (lost, again, other)]
+    assert [event.kind for event in waits] == ["queue"] * 3 and waits[0].start == waits[2].start == 0.0
+    assert waits[1].start == lost.events[-1].end < waits[1].end, "it did not wait while the lost episode played"
+    assert waits[2].end >= again.events[-1].end
+
+
+def test_two_faults_of_one_group_share_what_it_has_left() -> None:
+    """Both episodes are lost at the same time, and one replacement is left. Each place has one final episode."""
+    tasks = [Task(seed=0, group=5, member=member) for member in range(3)]
+    gone = [says("a"), EnvError("gone")]
+    rollout = play([gone, gone, WON], tasks, replacements=1)
+    assert [t.member for t in rollout.trajectories] == [0, 1, 2]
+    assert sorted((t.attempt, str(t.fault)) for t in rollout.trajectories) == [
+        (0, "infrastructure"),
+        (0, "policy"),
+        (1, "policy"),
+    ]
+    (lost,) = rollout.replaced
+    assert rollout.trajectories[lost.member].attempt == 1
+
+
 def test_an_option_moves_a_reason() -> None:
     hung = [says("a"), EnvTimeoutError("late")]
     (blamed,) = play([hung, WON], faults=FaultRules(("env_timeout=policy",), -2.0)).trajectories

@@ -50,7 +50,7 @@ class Rollout(msgspec.Struct, kw_only=True):
     seconds: float
     """Wall time of the whole run."""
     replaced: list[Trajectory] = []
-    """Episodes that the infrastructure ended and that others replaced, in the order of their ends."""
+    """Episodes that the infrastructure ended and that others replaced, in the order of the replacements."""
 
 
 class AgentLoop:
@@ -181,10 +181,10 @@ class AgentLoop:
             await asyncio.sleep(pause_before(trajectory.attempt + 1))
             return not watch.has_cut and left.take(group)
 
-        async def attempt(task: Task, number: int) -> tuple[Trajectory, bool]:
+        async def attempt(task: Task, number: int, since: float) -> tuple[Trajectory, bool]:
             waited = clock()
             episode = self._episode(task, clock, number)
-            episode.trajectory.events.append(Event("queue", 0.0, waited))
+            episode.trajectory.events.append(Event("queue", since, waited))
             with watch.playing(episode):
                 trajectory = await episode.play(server)
                 server.close_session(episode.session_id)
@@ -195,10 +195,10 @@ class AgentLoop:
 
         async def play(task: Task) -> Trajectory:
             async with slots:
-                trajectory, another = await attempt(task, 0)
+                trajectory, another = await attempt(task, 0, 0.0)
                 while another:
                     replaced.append(trajectory)
-                    trajectory, another = await attempt(task, trajectory.attempt + 1)
+                    trajectory, another = await attempt(task, trajectory.attempt + 1, trajectory.events[-1].end)
             return trajectory
 
         restart_timeout = self.limits.restart_timeout if version is None else math.inf
@@ -230,8 +230,8 @@ class AgentLoop:
         """Play all tasks in batches of `max_concurrency`. Every turn waits for the slowest episode of its batch.
 
         One engine generates each turn's batch, so this loop must have one engine only.
-        The bounds of single calls apply (`EnvTimeouts`, `generate_timeout`), those of episodes and batches do not. A
-        generation that fails raises, because it fails for the whole batch.
+        The bounds of single calls apply (`EnvTimeouts`, `generate_timeout`), those of episodes and batches do not, and
+        no episode is replaced. A generation that fails raises, because it fails for the whole batch.
         """
         if len(self.engines) > 1:
             raise BadRequestError(
