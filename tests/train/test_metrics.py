@@ -35,6 +35,14 @@ def test_ranks_count_by_their_episodes() -> None:
     assert metrics.skipped is None
 
 
+@pytest.mark.parametrize("reason", [StopReason.SESSION_LOST, StopReason.ABORTED, StopReason.GENERATION_TIMEOUT])
+def test_a_failure_of_the_server_names_its_url(reason: StopReason) -> None:
+    lost = make_trajectory(0, None)
+    lost.stop_reason, lost.error = reason, "gone"
+    report = report_rollout([lost], 0, 1.0, step=0, rank=0, env_url="env", server_url="server", replaced=[lost])
+    assert [failure.url for failure in report.failures + report.replaced] == ["server"] * 2
+
+
 def test_failures_name_the_url_of_whoever_failed() -> None:
     generation = make_trajectory(2, 1.0)
     generation.stop_reason, generation.reward, generation.error = StopReason.GENERATION_ERROR, None, "503"

@@ -19,7 +19,12 @@ from verl_server.rollout.faults import fault_of
 from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode, is_unsampled
 from verl_server.rollout.unsampled import is_too_long, remedy
 
-_SERVER_FAILED = (StopReason.GENERATION_ERROR, StopReason.GENERATION_TIMEOUT)
+_SERVER_FAILED = (
+    StopReason.GENERATION_ERROR,
+    StopReason.GENERATION_TIMEOUT,
+    StopReason.SESSION_LOST,
+    StopReason.ABORTED,
+)
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -28,7 +33,8 @@ class Failure(msgspec.Struct, kw_only=True):
     step: int
     rank: int
     url: str
-    """URL of the environment server, or of the rollout server if the generation failed."""
+    """URL of the environment server, or of the rollout server if it failed, aborted the generation or lost the
+    session."""
     stop_reason: str
     error: str
     seed: int
