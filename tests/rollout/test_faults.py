@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,7 @@ from verl_server.rollout.environment import ActionRefusedError, EnvError, EnvTim
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.faults import FAULTS, FaultRules, describe_ends
 from verl_server.rollout.replacements import attempt_seed
-from verl_server.rollout.trajectory import Fault, StopReason, Task, Trajectory
+from verl_server.rollout.trajectory import Fault, StopReason, Task, Trajectory, append_jsonl, read_jsonl
 
 _DOCS = Path(__file__).parents[2] / "docs" / "debugging.md"
 
@@ -114,6 +115,18 @@ def test_ends_of_the_built_in_loop(
     else:
         assert (last.stop_reason, last.fault, last.reward, last.attempt) == (reason, FAULTS[reason], reward, 0)
         assert rollout.replaced == []
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf, None])
+def test_an_answer_without_finite_logprobs_is_replaced(tmp_path: Path, broken: float | None) -> None:
+    """JSON has null for such a number. A file with it could not be read, and a trainer could not use the episode."""
+    output = generated([1, 2], output_token_logprobs=[[-0.5, 1, None], [broken, 2, None]])
+    rollout = play([WON], engine=ScriptedEngine(output))
+    (lost,), (again,) = rollout.replaced, rollout.trajectories
+    assert (lost.stop_reason, again.stop_reason) == (StopReason.GENERATION_ERROR, StopReason.DONE)
+    assert "not finite" in str(lost.error)
+    append_jsonl(tmp_path / "trajectories.jsonl", [lost, again])
+    assert read_jsonl(tmp_path / "trajectories.jsonl") == [lost, again]
 
 
 def test_a_late_generation_is_neither_replaced_nor_scored() -> None:

@@ -7,6 +7,7 @@ no reward, so that their failure is not counted as a failure of the policy.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -228,10 +229,13 @@ class Trajectory(msgspec.Struct, kw_only=True):
         """Append sampled tokens to the current turn.
 
         `known` is `Turn.policy_logprobs`; `policy_logprobs` belong to "given". `has_choice` is 1 or 0 for each token,
-        or None if each of them had an alternative. Raise ValueError if the lengths differ.
+        or None if each of them had an alternative. Raise ValueError if the lengths differ, or if an entry of `logprobs`
+        is no finite number: no file could hold it, and no trainer could use it.
         """
         if not len(token_ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} logprobs and {len(versions)} versions.")
+        if any(value is None or not math.isfinite(value) for value in logprobs):
+            raise ValueError("A log-probability is not finite.")
         if (known == "given") != (policy_logprobs is not None):
             raise ValueError(f'Log-probabilities of the policy belong to "given", not to "{known}".')
         policy = [None] * len(token_ids) if known == "unknown" else policy_logprobs or logprobs
