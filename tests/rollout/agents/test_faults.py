@@ -93,6 +93,30 @@ def test_ends_of_agents(agent: Any, options: dict[str, Any], reason: StopReason)
     assert [t.fault for t in result.trajectories] == [fault] * len(result.trajectories)
 
 
+@pytest.mark.parametrize("source", ["agent", "reward", "environment"])
+def test_an_error_that_no_file_can_hold_ends_its_own_episode_only(tmp_path: Path, source: str) -> None:
+    """The policy writes "\\ud83d" in JSON, and whoever reads it quotes that in an exception."""
+
+    async def agent(session: AgentSession, task: AgentTask) -> None:
+        if source == "environment":
+            await player(session, task)
+        await chat(session, "say 1")
+        if source == "agent":
+            raise ValueError("\ud83d")
+
+    def reward(episode: AgentEpisode) -> float:
+        if source == "reward":
+            raise ValueError("\ud83d")
+        return 0.5
+
+    environment = (lambda task: Faulty(EnvError("\ud83d"))) if source == "environment" else None
+    result = run(agent, environment=environment, reward=reward, retries=0, out=tmp_path / "run")
+    (episode,) = result.episodes
+    assert "\\ud83d" in str(episode.error)
+    assert [line.error for line in read_lines(tmp_path / "run/episodes.jsonl")] == [episode.error]
+    assert {t.error for t in result.trajectories} == {episode.error}
+
+
 def test_an_agent_that_failed_without_a_sampled_token_has_no_reward() -> None:
     result = run(raises_at_once, reward=half, retries=1)
     assert [(e.reason, e.reward, e.is_unsampled) for e in result.episodes] == [(StopReason.AGENT_ERROR, None, False)]

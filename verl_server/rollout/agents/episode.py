@@ -301,7 +301,7 @@ class AgentPlayer:
             try:
                 episode.reward = await rewards.compute(self.reward, episode, self.limits.reward_seconds)
             except BadRequestError as error:
-                episode.error, episode.reward_failed = f"No reward: {error}", True
+                episode.error, episode.reward_failed = _encodable(f"No reward: {error}"), True
             is_judged = self.reward != "environment" or referee is None or referee.has_reward
             if not is_judged and end.reason is not StopReason.DONE:
                 episode.reward = self.faults.score_failed
@@ -338,8 +338,13 @@ class AgentPlayer:
 
 
 def _note(episode: AgentEpisode, end: End) -> None:
-    episode.reason, episode.error = end.reason, end.error
+    episode.reason, episode.error = end.reason, None if end.error is None else _encodable(end.error)
     episode.result, episode.exit_code, episode.output = end.result, end.exit_code, end.output
+
+
+def _encodable(text: str) -> str:
+    """Return `text` with lone surrogates as escapes. An agent's exception may quote some, and no file can hold them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _environment_end(error: Exception) -> End:
