@@ -18,7 +18,9 @@ import torch
 from tests.torchrun import expect_passed, torchrun
 from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
+from verl_server.files.segments import remove_oldest
 from verl_server.rollout.trajectory import Trajectory
+from verl_server.train import run_writer
 from verl_server.train.batches import MicroBatch, Sample, sampled_positions
 from verl_server.train.metrics import Failure, RolloutReport, StepMetrics, describe_rollout
 from verl_server.train.options import GRPOConfig
@@ -156,6 +158,23 @@ def test_the_oldest_trajectories_are_removed_and_an_event_says_so(tmp_path: Path
     assert [file.name for file in (tmp_path / "nothing").iterdir()] == ["metrics.jsonl"]
 
 
+def test_segments_are_looked_for_only_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An asynchronous run writes each episode alone, and the search takes longer than the writing."""
+    looks: list[int] = []
+    monkeypatch.setattr(run_writer, "remove_oldest", lambda *_: looks.append(1) or remove_oldest(*_))
+    for incarnation in (FIRST, SECOND):  # the second start counts what the first one wrote
+        files = RunWriter(tmp_path, incarnation, kept_bytes=40_000)
+        while not looks:
+            files.record_trajectories(0, [make_trajectory(0, 1.0, 20)])
+        found = sum(file.stat().st_size for file in tmp_path.glob("trajectories*"))
+        assert 30_000 < found <= 40_000
+        if incarnation == FIRST:
+            looks.clear()
+            files.record_trained([trained(0)])
+            assert not looks, "a segment was removed, so there is room"
+        files.close()
+
+
 def test_a_run_that_goes_on_with_fewer_ranks_keeps_the_bound(tmp_path: Path) -> None:
     most, steps = 40_000, iter(range(1000))
     for incarnation, ranks in ((FIRST, 4), (SECOND, 2)):
@@ -291,6 +310,7 @@ def test_threads_write_side_by_side(tmp_path: Path) -> None:
 
     def episodes(step: int) -> None:
         files.record_trajectories(step, [make_trajectory(0, 1.0, 2)])
+        files.record_line(b'{"step": 0}\n')
 
     def training(step: int) -> None:
         files.note(StepBegan(step=step))

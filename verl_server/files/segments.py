@@ -55,14 +55,14 @@ class Segments:
         self._size = 0
         self._lock = threading.Lock()
 
-    def append(self, lines: Iterable[bytes]) -> None:
-        """Append lines, each of which ends with a line end, and hand them to the operating system.
+    def append(self, lines: Iterable[bytes]) -> int:
+        """Append lines, each of which ends with a line end, and hand them to the operating system. Return their bytes.
 
         Raise OSError if they cannot be written. The segment then ends with the last line that was written whole.
         """
         lines = list(lines)  # a record that cannot be encoded raises before anything is written
         if not lines:
-            return
+            return 0
         with self._lock:
             if self._descriptor < 0:
                 self._open_newest()
@@ -76,6 +76,7 @@ class Segments:
                 pending.append(line)
                 size += len(line)
             self._write(b"".join(pending))
+        return sum(map(len, lines))
 
     def close(self) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from verl_server.files.json_values import jsonable
-from verl_server.files.segments import SEGMENT_BYTES, Segments, remove_oldest
+from verl_server.files.segments import SEGMENT_BYTES, Segments, remove_oldest, segment_files
 from verl_server.rollout.trajectory import Trajectory, labelled
 from verl_server.train.metrics import Failure, StepMetrics
 from verl_server.watch.run_files import rank_paths
@@ -69,6 +69,7 @@ class RunWriter:
         # Those of an earlier start with more ranks are bounded, too: no rank writes them now.
         own = [path for kind in _BOUNDED for path in rank_paths(folder, kind) if _rank_of(path) % ranks == rank]
         self._bounded = list(dict.fromkeys([self._trajectories.path, self._trained.path, *own]))
+        self._size = sum(file.stat().st_size for path in self._bounded for file in segment_files(path))
         self._untrained = Segments(folder / f"untrained-rank{rank}.jsonl")
         self._metrics = Segments(folder / "metrics.jsonl")
         self._errors = Segments(folder / "errors.jsonl")
@@ -108,34 +109,33 @@ class RunWriter:
     def record_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Append this rank's trajectories of a step. Every rank calls it with its own."""
         if self._kept_bytes and trajectories:
-            with self._lock:
-                self._trajectories.append(_lines(labelled(trajectories, **self._label(step))))
-                self._bound()
+            self._keep(self._trajectories, _lines(labelled(trajectories, **self._label(step))))
 
     def record_line(self, line: bytes) -> None:
-        """Append a trajectory as its line, which has its label. Any thread may call it."""
+        """Append a trajectory as its line, which has its label."""
         if self._kept_bytes:
-            self._trajectories.append([line])
-            self._bound()
+            self._keep(self._trajectories, [line])
 
     def record_trained(self, trained: Sequence[TrainedTrajectory]) -> None:
         """Append what the trainer computed for this rank's trajectories. Every rank calls it with its own."""
         if self._kept_bytes and trained:
-            with self._lock:
-                for record in trained:
-                    record.rank, record.incarnation, record.time = self._rank, self.incarnation, time.time()
-                self._trained.append(_lines(trained))
-                self._bound()
+            for record in trained:
+                record.rank, record.incarnation, record.time = self._rank, self.incarnation, time.time()
+            self._keep(self._trained, _lines(trained))
 
     def record_untrained(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Append this rank's trajectories that ended in a step which the run does not complete."""
         if trajectories:
             self._untrained.append(_lines(labelled(trajectories, **self._label(step))))
 
-    def _bound(self) -> None:
-        """Remove the oldest segments with trajectories beyond the bound."""
-        for file, size in remove_oldest(self._bounded, self._kept_bytes):
-            self.note(SegmentRemoved(rank=_rank_of(file), file=file.name, bytes=size))
+    def _keep(self, file: Segments, lines: Iterable[bytes]) -> None:
+        """Append lines to a bounded file, and remove the oldest segments with trajectories beyond the bound."""
+        with self._lock:
+            self._size += file.append(lines)
+            if self._size > self._kept_bytes:  # looking for the segments takes longer than writing an episode
+                for removed, size in remove_oldest(self._bounded, self._kept_bytes):
+                    self._size -= size
+                    self.note(SegmentRemoved(rank=_rank_of(removed), file=removed.name, bytes=size))
 
     def _label(self, step: int) -> dict[str, Any]:
         label = Label(step=step, rank=self._rank, incarnation=self.incarnation, time=time.time())
