@@ -72,6 +72,7 @@ def trained(step: int) -> TrainedTrajectory:
 def test_each_event_is_read_as_it_was_written(tmp_path: Path, kind: type[AnyEvent]) -> None:
     values = {
         "str": "text",
+        "GroupFate": "trained",
         "int": 3,
         "float": 0.5,
         "bool": True,
