@@ -245,7 +245,7 @@ def main(arguments: Sequence[str]) -> int:
             patches.enter_context(mock.patch.object(owner, name, value))
 
         patch(run_module, "_serving", serving)
-        patch(run_module, "_player", playing)
+        patch(grpo, "open_player", playing)
         patch(run_module, "RolloutServers", lambda *_, **__: servers)
         patch(run_module, "check_environment", lambda *_: None)
         _inject(fault if rank == "all" or mine == int(rank) else "none", player, patch)
