@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_version import WeightVersion, label_of, new_incarnation
+from verl_server.weight_version import WeightVersion, at_least, label_of, new_incarnation, satisfies
 
 
 def test_the_label_is_number_at_incarnation() -> None:
@@ -66,3 +66,32 @@ def test_a_callers_version_keeps_its_text_or_is_refused() -> None:
     for wrong in (b"13", True, 1.5, ["13"]):
         with pytest.raises(BadRequestError, match="A weight version is a text, an integer or a WeightVersion"):
             label_of(wrong)  # type: ignore[arg-type]
+
+
+DEMANDS = [
+    ("13@5f2c9a1e", "13@5f2c9a1e", True),
+    ("14@5f2c9a1e", "13@5f2c9a1e", False),
+    ("13@5f2c9a1e", ">=13@5f2c9a1e", True),
+    ("14@5f2c9a1e", ">=13@5f2c9a1e", True),
+    ("100@5f2c9a1e", ">=13@5f2c9a1e", True),
+    ("12@5f2c9a1e", ">=13@5f2c9a1e", False),
+    ("14@aaaaaaaa", ">=13@5f2c9a1e", False),
+    ("step-14", ">=13@5f2c9a1e", False),
+    (None, ">=13@5f2c9a1e", False),
+    (None, "13@5f2c9a1e", False),
+    ("step-14", "step-14", True),
+    (">=step-14", ">=step-14", True),  # a free label that looks like a demand names itself
+    ("step-15", ">=step-14", False),
+]
+
+
+@pytest.mark.parametrize(("served", "demand", "expected"), DEMANDS)
+def test_weights_satisfy_a_label_or_at_least_a_version(served: str | None, demand: str, expected: bool) -> None:
+    assert satisfies(served, demand) is expected
+
+
+def test_a_version_satisfies_at_least_itself_and_those_before() -> None:
+    version = WeightVersion(3, new_incarnation())
+    assert at_least(version) == f">={version}"
+    assert satisfies(str(version), at_least(version)) and satisfies(str(version.next()), at_least(version))
+    assert not satisfies(str(version), at_least(version.next()))

@@ -43,4 +43,8 @@ def describe_ages(groups: Sequence[Sequence[Trajectory]], trained: WeightVersion
         if numbers and len(numbers) == len(labels):
             ages[str(trained.number - min(numbers))] += 1
             spans[str(len(numbers))] += 1
-    return Ages(ages=dict(sorted(ages.items())), spans=dict(sorted(spans.items())))
+    return Ages(ages=_sorted(ages), spans=_sorted(spans))
+
+
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: int(item[0])))

@@ -1,0 +1,167 @@
+"""For random orders of finishing: no group becomes too old, none is lost or used twice, and no step waits forever."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from verl_server.train.rollouts.group_buffer import Group, GroupBuffer
+
+
+@dataclass
+class Simulation:
+    """A run of `steps` steps. Groups finish in a random order, some steps have nothing to train on."""
+
+    buffer: GroupBuffer[str]
+    steps: int
+    draw: random.Random
+    step: int = 0
+    version: int = 0
+    playing: dict[int, Group[str]] = field(default_factory=dict)
+    """Groups that are started and not finished."""
+    waiting: dict[int, Group[str]] = field(default_factory=dict)
+    """Groups that have finished and are not used."""
+    used: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Do what the trainer does whenever it looks: remove stale groups, and start others."""
+        for group in self.buffer.take_stale(self.version):
+            assert group.start + self.buffer.max_staleness < self.version
+            self.dropped.append(group.number)
+            self.playing.pop(group.number, None)
+            self.waiting.pop(group.number, None)
+        for group in self.buffer.start(self.version, self.step, self.steps - self.step):
+            assert (group.start, group.step, group.result) == (self.version, self.step, None)
+            self.playing[group.number] = group
+        left = min(self.buffer.max_staleness + 1, self.steps - self.step)
+        assert len(self.playing) + len(self.waiting) <= self.buffer.groups * left
+
+    def finish_one(self) -> None:
+        # Often the newest group finishes first, which is the hard case.
+        number = max(self.playing) if self.draw.random() < 0.5 else self.draw.choice(list(self.playing))
+        self.waiting[number] = self.playing.pop(number)
+        self.buffer.finish(number, f"result {number}")
+
+    def run_step(self) -> None:
+        self.begin()
+        while self.draw.random() < 0.6 and self.playing:
+            self.finish_one()
+        while isinstance(batch := self.buffer.batch(self.version), str):
+            assert self.playing, f"all groups have finished, and the step waits for {batch}"
+            assert (batch == "episodes") == (len(self.waiting) < self.buffer.groups)
+            self.waits.append(batch)
+            self.finish_one()
+            self.begin()
+        assert len(batch) == self.buffer.groups
+        assert all(group.result == f"result {group.number}" for group in batch)
+        oldest = sorted(self.waiting.values(), key=lambda group: (group.start, group.number))
+        assert batch == oldest[: len(batch)]
+        self.ages += [self.version - group.start for group in batch]
+        self.step += 1
+        self.version += self.draw.random() < 0.8
+        self.buffer.done(batch)
+        for group in batch:
+            self.used.append(group.number)
+            del self.waiting[group.number]
+        self.begin()
+
+
+CASES = [(groups, staleness) for groups in range(1, 6) for staleness in range(5)]
+
+
+@pytest.mark.parametrize(("groups", "staleness"), CASES)
+def test_no_group_is_lost_or_too_old(groups: int, staleness: int) -> None:
+    waits, ages = set[str](), set[int]()
+    for seed in range(12):
+        run = Simulation(GroupBuffer(groups, staleness), 12, random.Random(seed))
+        for _ in range(run.steps):
+            run.run_step()
+        assert sorted(run.used) == list(range(groups * run.steps))  # each once, and none that no step uses
+        assert not run.buffer.undone and run.buffer.next_group == groups * run.steps
+        waits.update(run.waits)
+        ages.update(run.ages)
+    assert ages == set(range(staleness + 1))
+    assert "episodes" in waits and ("deadline" in waits) == (staleness > 0)
+
+
+@pytest.mark.parametrize(("groups", "staleness"), CASES)
+def test_dropping_waits_for_no_deadline_and_uses_nothing_too_old(groups: int, staleness: int) -> None:
+    dropped = 0
+    for seed in range(12):
+        run = Simulation(GroupBuffer(groups, staleness, drops=True), 12, random.Random(seed))
+        for _ in range(run.steps):
+            run.run_step()
+        assert "deadline" not in run.waits and max(run.ages) <= staleness
+        fates = [*run.used, *run.dropped]
+        assert sorted(fates) == list(range(run.buffer.next_group)) and not run.buffer.undone
+        dropped += len(run.dropped)
+    assert (dropped > 0) == (staleness > 0)
+
+
+@pytest.mark.parametrize(("groups", "staleness"), CASES)
+def test_a_resumed_run_starts_the_undone_groups_first(groups: int, staleness: int) -> None:
+    """The run is killed several times, and goes on with the numbers of a checkpoint and with version 0 again."""
+    for seed in range(10):
+        draw = random.Random(seed)
+        run = Simulation(GroupBuffer(groups, staleness), 12, draw)
+        used = []
+        while run.step < run.steps:
+            run.run_step()
+            if draw.random() < 0.4:
+                used += run.used
+                undone, next_group = run.buffer.undone, run.buffer.next_group
+                assert undone == sorted([*run.playing, *run.waiting])
+                run = Simulation(GroupBuffer(groups, staleness), run.steps, draw, run.step)
+                run.buffer.resume(next_group, reversed(undone))
+                assert (run.buffer.undone, run.buffer.next_group) == (undone, next_group)
+                run.begin()
+                assert list(run.playing) == undone[: len(run.playing)]
+        assert sorted(used + run.used) == list(range(groups * run.steps))
+
+
+def test_a_resumed_run_with_fewer_permits_starts_the_others_later() -> None:
+    buffer: GroupBuffer[str] = GroupBuffer(2, 0)
+    buffer.resume(9, [3, 5, 6, 8])
+    assert [group.number for group in buffer.start(4, 7, 10)] == [3, 5]
+    assert buffer.undone == [3, 5, 6, 8]
+    buffer.finish(5, "b")
+    assert buffer.batch(4) == "episodes"
+    buffer.finish(3, "a")
+    batch = buffer.batch(4)
+    assert not isinstance(batch, str) and [group.result for group in batch] == ["a", "b"]
+    buffer.done(batch)
+    assert [group.number for group in itertools.chain(buffer.start(5, 8, 9))] == [6, 8]
+
+
+def test_a_step_waits_for_the_group_that_only_it_can_use() -> None:
+    """With one group a step and an age of 1 at most, group 0 must be used before version 2."""
+    buffer: GroupBuffer[str] = GroupBuffer(1, 1)
+    assert [group.number for group in buffer.start(0, 0, 9)] == [0, 1]
+    buffer.finish(1, "quick")
+    batch = buffer.batch(0)
+    assert not isinstance(batch, str) and batch[0].number == 1
+    buffer.done(batch)
+    assert [group.number for group in buffer.start(1, 1, 8)] == [2]
+    buffer.finish(2, "quick, too")
+    assert buffer.batch(1) == "deadline"
+    buffer.finish(0, "slow")
+    batch = buffer.batch(1)
+    assert not isinstance(batch, str) and batch[0].number == 0
+
+
+def test_what_a_dropped_group_brings_is_ignored() -> None:
+    buffer: GroupBuffer[str] = GroupBuffer(1, 0, drops=True)
+    buffer.start(0, 0, 9)
+    assert [group.number for group in buffer.take_stale(1)] == [0]
+    buffer.finish(0, "too late")
+    assert buffer.undone == [] and buffer.batch(1) == "episodes"
+    (group,) = buffer.start(1, 1, 8)
+    buffer.finish(group.number, "first")
+    buffer.finish(group.number, "again")
+    assert group.number == 1 and group.result == "first"
