@@ -1,7 +1,9 @@
-"""Environments that fail for chosen seeds. The `EnvServer` of the trainer's tests loads them by name."""
+"""Environments that fail, or wait, for chosen seeds. The `EnvServer` of the trainer's tests loads them by name."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 from verl_server.rollout.environments.games import GuessNumber
@@ -24,3 +26,22 @@ class FailingGame(GuessNumber):
     async def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool]:
         observation, reward, done = await super().step(action)
         return observation, 1.0 if done and self._is_equal else reward, done
+
+
+class HeldGame(GuessNumber):
+    """The number-guessing game, in which episodes with some seeds wait in their first step until a file exists."""
+
+    def __init__(self, held: list[int], gate: str, **game: Any) -> None:
+        """`held`: the seeds. `gate`: path of the file."""
+        super().__init__(**game)
+        self._held, self._gate = set(held), Path(gate)
+        self._is_held = False
+
+    async def reset(self, seed: int | None = None, episode_id: str | None = None) -> dict[str, Any]:
+        self._is_held = seed in self._held
+        return await super().reset(seed, episode_id)
+
+    async def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool]:
+        while self._is_held and not self._gate.exists():
+            await asyncio.sleep(0.02)
+        return await super().step(action)

@@ -137,11 +137,11 @@ class _Wire:
         """Call `handle` on the loop for each message; set `end` when the trainer has closed the connection."""
 
         def read() -> None:
-            with contextlib.suppress(EOFError, OSError):
+            with contextlib.suppress(EOFError, OSError, RuntimeError):  # RuntimeError: the loop is closed
                 while True:
                     message = msgspec.msgpack.decode(self._connection.recv_bytes(), type=ToPlayer)  # type: ignore[arg-type]
                     loop.call_soon_threadsafe(handle, message)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(end.set)
 
         def write() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +42,10 @@ _START_SECONDS = 300.0
 _END_SECONDS = 10.0
 """Seconds that the episodes have to close their environments at the end."""
 _SILENCE_SECONDS = 120.0
-"""Seconds without a sign of life after which the process is ended and launched again."""
+"""Seconds without a sign of life, or for which it reads nothing, after which the process is ended and launched again.
+"""
+_DRAIN_SECONDS = 10.0
+"""Seconds to write the episodes that a process sent before it ended."""
 _MAX_RELAUNCHES = 3
 """Launches of a process that ended, between two groups that finished."""
 
@@ -123,17 +127,31 @@ class RolloutProcess:
 
     def close(self) -> None:
         """End the process. Episodes that play are cancelled, and close their environments first."""
-        self._connection.close()
-        self._child.terminate(_END_SECONDS)
+        self._end(_END_SECONDS)
+
+    def _end(self, grace: float) -> int | None:
+        """End the process with SIGTERM, after `grace` seconds with SIGKILL, and return its exit code."""
+        code = self._child.terminate(grace)
+        # The thread of the inbox reads until the end that the process leaves. A descriptor that is closed under a read
+        # may be that of another file when the read goes on.
+        if self._inbox.join(_DRAIN_SECONDS):
+            self._connection.close()
+        return code
 
     def _send(self, message: ToPlayer) -> None:
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(message))
+        except BlockingIOError:
+            logger.warning("The rollout process has read nothing for %d s, and is ended.", _SILENCE_SECONDS)
+            self._has_ended = True
         except OSError:
             logger.debug("The rollout process has ended; `finished` launches it again.")
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()
+        # A process that hangs must not hang the trainer, who sends.
+        seconds, rest = divmod(_SILENCE_SECONDS, 1)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
         with theirs:
             self._child = ChildProcess("rollout", _MODULE, {"socket": theirs.fileno()}, pass_fds=(theirs.fileno(),))
         self._connection = Connection(ours.detach())
@@ -150,9 +168,8 @@ class RolloutProcess:
 
     def _relaunch(self) -> None:
         """Launch the process again, which has ended, and start its groups again."""
-        code = self._child.terminate(grace=1.0)
+        code = self._end(grace=1.0)
         report = f"The rollout process ended with {describe_exit(code)}."
-        self._connection.close()
         if self._relaunches_left == 0:
             raise RolloutProcessError(
                 f"{report} It is not launched again: it ended {_MAX_RELAUNCHES + 1} times without finishing a group."
@@ -177,26 +194,35 @@ class _Inbox:
         self._connection = connection
         self._on_episode = on_episode
         self._heard = time.monotonic()
-        threading.Thread(target=self._receive, name="rollout-inbox", daemon=True).start()
+        self._thread = threading.Thread(target=self._receive, name="rollout-inbox", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout: float) -> bool:
+        """Wait until everything is read that a process sent which has ended. Return False after `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def silence(self) -> float:
         """Return the seconds since the last message."""
         return time.monotonic() - self._heard
 
     def _receive(self) -> None:
-        try:
-            while True:
-                message = msgspec.msgpack.decode(self._connection.recv_bytes(), type=FromPlayer)
-                self._heard = time.monotonic()
+        while True:
+            try:
+                data = self._connection.recv_bytes()
+            except (EOFError, OSError):  # OSError: the process was killed in the middle of a message
+                self.groups.put(None)
+                return
+            self._heard = time.monotonic()
+            try:
+                message = msgspec.msgpack.decode(data, type=FromPlayer)
                 if isinstance(message, EpisodeEnded):
                     self._on_episode(message.line)
-                elif isinstance(message, GroupEnded):
-                    self.groups.put(message)
-        except EOFError:
-            self.groups.put(None)
-        except Exception as error:
-            is_closed = self._connection.closed or isinstance(error, ConnectionError)
-            self.groups.put(None if is_closed else error)
+            except Exception as error:  # a full disk, say
+                self.groups.put(error)
+                return
+            if isinstance(message, GroupEnded):
+                self.groups.put(message)
 
 
 @contextlib.contextmanager
