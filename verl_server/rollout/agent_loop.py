@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -156,7 +157,7 @@ class AgentLoop:
         on_finish: OnFinish | None = None,
         *,
         version: str | None = None,
-        slots: asyncio.Semaphore | None = None,
+        slots: AbstractAsyncContextManager[object] | None = None,
     ) -> Rollout:
         """Play all tasks as `run` does, in the caller's event loop.
 

@@ -11,10 +11,10 @@ values. Masks (grammars of tool calls and answers) are the agent's choice, and t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ class AgentGroups:
         on_finish: Callable[[Trajectory], None] | None = None,
         *,
         version: str | None = None,
-        slots: asyncio.Semaphore | None = None,
+        slots: AbstractAsyncContextManager[object] | None = None,
     ) -> Rollout:
         """Play the tasks of whole groups, each `group_size` tasks in a row. `on_finish` is called with each branch.
 

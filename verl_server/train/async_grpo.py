@@ -40,11 +40,11 @@ from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.gap_probe import GapProbe
 from verl_server.train.grpo import PolicyTrainer, group_advantages, make_tasks
-from verl_server.train.metrics import RolloutReport, describe_rollout, merge_reports, note_learned, report_rollout
+from verl_server.train.metrics import RolloutReport, describe_rollout, note_learned, report_rollout
 from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.ranks import SaveGroup
 from verl_server.train.rollouts.group_buffer import Group, GroupBuffer
-from verl_server.train.rollouts.group_messages import GroupEnded, StartGroup
+from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, NowServed, PlayGroup
 from verl_server.train.rollouts.rollout_process import open_rollouts
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_end import Progressing
@@ -52,7 +52,7 @@ from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.servers import RolloutServers
 from verl_server.train.stopping import RunStoppedError, StopRequest
 from verl_server.watch.run_records import GroupDone, GroupFate, RunEvent
-from verl_server.weight_version import WeightVersion, at_least, new_incarnation
+from verl_server.weight_version import WeightVersion, new_incarnation
 
 _LOOK_SECONDS = 1.0
 """Seconds for which rank 0 waits for episodes before all ranks look at the servers."""
@@ -66,14 +66,20 @@ class Rollouts(Protocol):
     is_agent: bool
     """True if an agent of the user plays."""
 
-    def start(self, group: StartGroup) -> None:
-        """Begin to play a group."""
+    def serve(self, served: NowServed) -> None:
+        """Tell the weights that groups begin with from now on."""
+
+    def play(self, group: PlayGroup) -> None:
+        """Play a group as soon as there is room for it."""
 
     def cancel(self, group: int) -> None:
         """Stop to play a group."""
 
-    def finished(self, timeout: float) -> list[GroupEnded]:
-        """Return the groups that have finished since the last call. Wait for the first, at most `timeout` seconds."""
+    def news(self, timeout: float) -> list[GroupBegan | GroupEnded]:
+        """Return the groups that have begun and finished since the last call; wait at most `timeout` s for the first.
+
+        A group that finishes has begun before.
+        """
 
 
 class _Share(msgspec.Struct, kw_only=True):
@@ -154,6 +160,7 @@ class AsyncGRPO:
         """(step, numbers of its groups) of the step that runs or ran last."""
         self._waits: dict[str, float] = defaultdict(float)
         self._dropped = 0
+        self._served: NowServed | None = None
         self._busy: dict[str, float] = {}
         self._last_batch = time.monotonic()
 
@@ -244,10 +251,10 @@ class AsyncGRPO:
         samples = self._samples(groups)
         shares = _divided(samples, self._ranks.size)
         now = time.monotonic()
-        report = merge_reports([self._report(group, samples) for group in groups])
-        report.seconds, self._last_batch = now - self._last_batch, now
-        trajectories = [group.result.trajectories for group in groups if group.result is not None]
-        ages = describe_ages(trajectories, self.weight_version)
+        results = [group.result for group in groups if group.result is not None]
+        report = self._report(results, samples, now - self._last_batch)
+        self._last_batch = now
+        ages = describe_ages([result.trajectories for result in results], self.weight_version)
         waits = dict(self._waits)
         idle = {"trainer": sum(waits.values()) / report.seconds} | self._idle_servers(report.seconds)
         self._batch = _Batch(report, shares[0], groups, ages, waits, idle, self._dropped)
@@ -263,19 +270,30 @@ class AsyncGRPO:
         return {"servers": max(0.0, sum(idle) / len(idle))} if idle else {}
 
     def _collect(self, timeout: float) -> None:
-        """Start the groups that may start, and take those that have finished."""
+        """Start the groups that may start. Take those that have finished; wait at most `timeout` seconds for one."""
+        assert self._rollouts is not None
+        self._start_groups()
+        for group in self._rollouts.news(timeout):
+            if isinstance(group, GroupBegan):
+                version = WeightVersion.parse(group.version)
+                assert version is not None
+                self._buffer.begin(group.group, version.number, group.step)
+            elif group.rollout is not None:
+                self._buffer.finish(group.group, group.rollout)
+
+    def _start_groups(self) -> None:
+        """Leave out the groups that are too old, and start those that may start. It neither waits nor raises."""
         assert self._rollouts is not None
         for group in self._buffer.take_stale(self.version):
             self._rollouts.cancel(group.number)
             self._dropped += 1
             self._note_fate(group, "dropped", self.next_step)
-        demand = at_least(self.weight_version)
-        for group in self._buffer.start(self.version, self.next_step, self._steps - self.next_step):
-            tasks = self._tasks(group.number)
-            self._rollouts.start(StartGroup(group=group.number, step=group.step, tasks=tasks, version=demand))
-        for ended in self._rollouts.finished(timeout):
-            assert ended.rollout is not None
-            self._buffer.finish(ended.group, ended.rollout)
+        served = NowServed(version=str(self.weight_version), step=self.next_step)
+        if served != self._served:
+            self._rollouts.serve(served)
+            self._served = served
+        for group in self._buffer.start(self._steps - self.next_step):
+            self._rollouts.play(PlayGroup(group=group.number, tasks=self._tasks(group.number)))
 
     def _tasks(self, number: int) -> list[Task]:
         """Return the tasks of a group: those of the synchronous run, which counts its groups in each step."""
@@ -287,26 +305,25 @@ class AsyncGRPO:
         """Return the samples of finished groups. Tokens must be of weights that were served since the group began."""
         samples = []
         for group in groups:
-            assert group.result is not None
+            assert group.result is not None and group.start is not None
             oldest = WeightVersion(group.start, self._incarnation)
             leave_out_other_versions(group.result.trajectories, self.weight_version, oldest)
             for sample in group_advantages(group.result.trajectories, self.trainer.config.normalize_std):
                 samples.append(replace(sample, sampled_step=group.step))
         return samples
 
-    def _report(self, group: Group[Rollout], samples: Sequence[Sample]) -> RolloutReport:
-        assert group.result is not None and self._rollouts is not None
-        kept = by_episode(s.trajectory for s in samples if s.trajectory.task.group == group.number)
+    def _report(self, results: Sequence[Rollout], samples: Sequence[Sample], seconds: float) -> RolloutReport:
+        assert self._rollouts is not None
         return report_rollout(
-            group.result.trajectories,
-            len(kept),
-            group.result.seconds,
+            [trajectory for result in results for trajectory in result.trajectories],
+            len(by_episode(sample.trajectory for sample in samples)),
+            seconds,
             step=self.next_step,
             rank=0,
             env_url=self._rollouts.environment_url,
             server_url=", ".join(self.servers.urls),
             by_agent=self._rollouts.is_agent,
-            replaced=group.result.replaced,
+            replaced=[trajectory for result in results for trajectory in result.replaced],
         )
 
     def _end(self, batch: _Batch, skipped: str | None) -> None:
@@ -316,12 +333,12 @@ class AsyncGRPO:
         self._buffer.done(batch.groups)
         for group in batch.groups:
             self._note_fate(group, "skipped" if skipped else "trained", self.next_step - 1)
-        self._collect(0.0)
+        # An error of the rollouts is raised by the next step, on all ranks: this one is complete, and must be recorded.
+        self._start_groups()
 
     def _note_fate(self, group: Group[Rollout], fate: GroupFate, step: int) -> None:
-        self._note(
-            GroupDone(group=group.number, fate=fate, step=step, start_step=group.step, start_version=group.start)
-        )
+        start = group.start or 0
+        self._note(GroupDone(group=group.number, fate=fate, step=step, start_step=group.step, start_version=start))
 
     # -- the run ---------------------------------------------------------------------------------------------
 
@@ -384,11 +401,16 @@ def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> Iterator[AsyncGRPO
     """Yield the algorithm of a run with the options `args`, and end its rollouts afterwards."""
     trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
     with contextlib.ExitStack() as stack:
-        rollouts = parts.ranks.rank == 0 and open_rollouts(args, parts)
+        rollouts: list[Rollouts] = []
+
+        def open_them(_: list[bytes]) -> None:
+            rollouts.append(stack.enter_context(open_rollouts(args, parts)))
+
+        parts.ranks.call("open_rollouts", open_them)  # a wrong agent, say, is raised on all ranks
         yield AsyncGRPO(
             trainer,
             parts.servers,
-            stack.enter_context(rollouts) if rollouts else None,
+            rollouts[0] if rollouts else None,
             parts.ranks,
             steps=args.steps,
             max_staleness=args.max_staleness,

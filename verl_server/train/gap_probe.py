@@ -80,8 +80,11 @@ class GapProbe:
 
 
 def _longest(sequences: Sequence[Sequence[int]], most_tokens: int) -> list[list[int]]:
-    """Return the longest sequences of two tokens and more, as many as fit one pass; the shortest one if none fits."""
-    found = sorted((list(each) for each in sequences if len(each) > 1), key=len, reverse=True)
+    """Return the longest sequences of three tokens and more, as many as fit one pass; the shortest one if none fits.
+
+    Their last tokens are left out, because a server accepts no prompt that fills its context.
+    """
+    found = sorted((list(each[:-1]) for each in sequences if len(each) > 2), key=len, reverse=True)
     while len(found) > 1 and len(found[0]) > most_tokens:
         del found[0]
     count = max(1, most_tokens // len(found[0])) if found else 0

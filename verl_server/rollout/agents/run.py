@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ async def arun_agents(
     describe: Mapping[str, Any] | None = None,
     notice: UnsampledNotice | None = None,
     version: str | None = None,
-    slots: asyncio.Semaphore | None = None,
+    slots: AbstractAsyncContextManager[object] | None = None,
 ) -> AgentRun:
     """Play each task `group_size` times, every episode in a session of its own.
 
@@ -198,7 +199,7 @@ async def arun_agents(
         finished = folder.finished if folder is not None else {}
         slots = slots or asyncio.Semaphore(max_concurrency or max(1, len(places)))
 
-        async def play(index: int, member: int, slots: asyncio.Semaphore = slots) -> None:
+        async def play(index: int, member: int, slots: AbstractAsyncContextManager[object] = slots) -> None:
             async with slots:
                 begin = session_seed(seed, index, member)
                 await run.play(tasks[index], index, member, begin, spent[index, member])

@@ -2,12 +2,12 @@
 
 `async_grpo` asks it on rank 0. It only decides; the rollout process plays.
 
-*Age* of a group: the version that is trained minus the version that was served when the group started. G is the number
-of groups of a step, K = `max_staleness`.
+*Age* of a group: the version that is trained minus the version that was served when the group began to play. G is the
+number of groups of a step, K = `max_staleness`.
 
 - Permits: a group starts only while fewer than G x (K + 1) groups are started and not done. A group is done when the
   step that used it has ended, with its push.
-- Order: a step uses the finished groups that started first.
+- Order: a step uses the finished groups that began first.
 - Deadline: a group must be used before its age exceeds K. A step waits as long as its G groups would leave more groups
   due at a later version than the steps up to it can use. The permits guarantee that G groups always suffice.
 
@@ -18,6 +18,7 @@ of samples, and lets groups wait in a queue without a deadline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -34,10 +35,10 @@ class Group(Generic[T]):
 
     number: int
     """Number of the group in the run, from 0 on."""
-    start: int
-    """Number of the version that was served when the group started."""
-    step: int
-    """Step of the trainer in which the group started."""
+    start: int | None = None
+    """Number of the version that was served when the group began to play. None: it has not begun."""
+    step: int = 0
+    """Step of the trainer in which the group began to play."""
     result: T | None = None
     """Set when all episodes of the group have ended."""
 
@@ -65,20 +66,26 @@ class GroupBuffer(Generic[T]):
         """Numbers of all groups that have started, here or before a resume, and are not done."""
         return sorted([*self._started, *self._again])
 
-    def start(self, version: int, step: int, steps_left: int) -> list[Group[T]]:
-        """Start the groups that the permits allow while `version` is served, and return them.
+    def start(self, steps_left: int) -> list[Group[T]]:
+        """Start the groups that the permits allow, and return them. They begin to play when there is room.
 
         No more groups play than the steps that are left, this one included, can use.
         """
-        begun = []
+        started = []
         while len(self._started) < self.groups * min(self.max_staleness + 1, steps_left):
             if self._again:
                 number = self._again.pop(0)
             else:
                 number, self.next_group = self.next_group, self.next_group + 1
-            self._started[number] = Group(number, version, step)
-            begun.append(self._started[number])
-        return begun
+            self._started[number] = Group(number)
+            started.append(self._started[number])
+        return started
+
+    def begin(self, number: int, version: int, step: int) -> None:
+        """Note that a group began to play while `version` was served. One that begins again is as old as at last."""
+        group = self._started.get(number)
+        if group is not None and group.result is None:
+            group.start, group.step = version, step
 
     def finish(self, number: int, result: T) -> None:
         """Note that a group has finished. A group that was dropped, or that had finished before, is ignored."""
@@ -100,18 +107,22 @@ class GroupBuffer(Generic[T]):
 
     def take_stale(self, version: int) -> list[Group[T]]:
         """Remove the groups whose age exceeds the largest one at `version`, and return them. Only with `drops`."""
-        stale = [group for group in self._in_order() if self._drops and group.start + self.max_staleness < version]
+        stale = [group for group in self._in_order() if self._drops and self._due(group) < version]
         self.done(stale)
         return stale
 
     def _in_order(self) -> list[Group[T]]:
-        return sorted(self._started.values(), key=lambda group: (group.start, group.number))
+        return sorted(self._started.values(), key=lambda group: (self._due(group), group.number))
+
+    def _due(self, group: Group[T]) -> float:
+        """Return the last version at which a step may use the group."""
+        return math.inf if group.start is None else group.start + self.max_staleness
 
     def _leaves_room(self, batch: Sequence[Group[T]], version: int) -> bool:
         """Return True if the later steps can use the other groups before their deadlines."""
         left = [group for group in self._started.values() if group not in batch]
         for last in range(version, version + self.max_staleness + 1):
-            due = sum(group.start + self.max_staleness <= last for group in left)
+            due = sum(self._due(group) <= last for group in left)
             if due > self.groups * (last - version):
                 return False
         return True

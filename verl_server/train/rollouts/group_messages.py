@@ -26,17 +26,22 @@ class PlayerSetup(msgspec.Struct, kw_only=True):
     """Incarnation of this start of the run, for the labels of recorded episodes."""
 
 
-class StartGroup(msgspec.Struct, tag=True, kw_only=True):
-    """Play a group."""
+class NowServed(msgspec.Struct, tag=True, kw_only=True):
+    """The weights that groups begin with from now on."""
+
+    version: str
+    """Label of the version that was pushed last."""
+    step: int
+    """The trainer's next step, for the label of episodes that begin."""
+
+
+class PlayGroup(msgspec.Struct, tag=True, kw_only=True):
+    """Play a group as soon as there is room for its episodes."""
 
     group: int
     """Number of the group in the run."""
-    step: int
-    """Step of the trainer in which the group starts, for the label of its episodes."""
     tasks: list[Task]
     """One task for each episode."""
-    version: str
-    """The demand on the weights of servers that play it (`weight_version.satisfies`)."""
 
 
 class CancelGroup(msgspec.Struct, tag=True, kw_only=True):
@@ -52,6 +57,16 @@ class EpisodeEnded(msgspec.Struct, tag=True, kw_only=True):
     """Its line of trajectories-rank0.jsonl."""
 
 
+class GroupBegan(msgspec.Struct, tag=True, kw_only=True):
+    """There is room for the episodes of a group, and they begin."""
+
+    group: int
+    version: str
+    """Label of the version with which the group begins: its servers have this one, or a later one."""
+    step: int
+    """`NowServed.step` of this version."""
+
+
 class GroupEnded(msgspec.Struct, tag=True, kw_only=True):
     """All episodes of a group have ended, with their replacements."""
 
@@ -61,14 +76,14 @@ class GroupEnded(msgspec.Struct, tag=True, kw_only=True):
     """Type and message of the error because of which the group has no rollout. It ends the run."""
 
 
-ToPlayer = StartGroup | CancelGroup
+ToPlayer = NowServed | PlayGroup | CancelGroup
 
 
 class Alive(msgspec.Struct, tag=True):
     """The process still plays. It is sent every few seconds."""
 
 
-FromPlayer = EpisodeEnded | GroupEnded | Alive
+FromPlayer = EpisodeEnded | GroupBegan | GroupEnded | Alive
 
 
 def decode_args(values: dict[str, Any]) -> TrainArgs:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -33,13 +35,17 @@ from verl_server.train.rollouts.group_messages import (
     CancelGroup,
     EpisodeEnded,
     FromPlayer,
+    GroupBegan,
     GroupEnded,
+    NowServed,
     PlayerSetup,
-    StartGroup,
+    PlayGroup,
     ToPlayer,
     decode_args,
 )
+from verl_server.train.rollouts.places import GroupPlaces, Places
 from verl_server.watch.run_records import Label
+from verl_server.weight_version import WeightVersion, at_least
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +64,16 @@ class GroupsOf(Protocol):
         on_finish: Callable[[Trajectory], None] | None = None,
         *,
         version: str | None = None,
-        slots: asyncio.Semaphore | None = None,
+        slots: AbstractAsyncContextManager[object] | None = None,
     ) -> Rollout:
         """Play the tasks of a group. `slots` bounds the episodes of all groups together."""
 
 
 class GroupPlayer:
-    """Plays groups on the running event loop, and hands on what ends."""
+    """Plays groups on the running event loop, and hands on what begins and ends.
+
+    A group begins when there are places for all of its episodes, so that its age does not grow while it waits.
+    """
 
     def __init__(
         self, player: GroupsOf, send: Callable[[FromPlayer], None], incarnation: str, max_concurrency: int | None = None
@@ -73,50 +82,76 @@ class GroupPlayer:
         self._player = player
         self._send = send
         self._incarnation = incarnation
-        self._slots = asyncio.Semaphore(max_concurrency or 2**30)
-        self._groups: dict[int, asyncio.Task[None]] = {}
+        self._places = Places(max_concurrency, self._begin)
+        self._served = NowServed(version="", step=0)
+        self._waiting: dict[int, PlayGroup] = {}
+        self._playing: dict[int, asyncio.Task[None]] = {}
 
     def handle(self, message: ToPlayer) -> None:
-        """Start or cancel a group."""
-        if isinstance(message, CancelGroup):
-            if (running := self._groups.pop(message.group, None)) is not None:
-                running.cancel()
-            return
-        task = asyncio.ensure_future(self._play(message))
-        self._groups[message.group] = task
-        task.add_done_callback(lambda _: self._forget(message.group, task))
+        """Take a message of the trainer."""
+        match message:
+            case NowServed():
+                self._served = message
+            case PlayGroup():
+                self._waiting[message.group] = message
+                self._begin()
+            case CancelGroup():
+                self._waiting.pop(message.group, None)
+                if (task := self._playing.get(message.group)) is not None:
+                    task.cancel()
 
-    def _forget(self, group: int, task: asyncio.Task[None]) -> None:
-        if self._groups.get(group) is task:
-            del self._groups[group]
+    def _begin(self) -> None:
+        """Begin the groups that came first, as long as there are places."""
+        while self._waiting:
+            group = next(iter(self._waiting.values()))
+            if self._playing and not self._places.have(len(group.tasks)):
+                return
+            del self._waiting[group.group]
+            begun = GroupBegan(group=group.group, version=self._served.version, step=self._served.step)
+            self._send(begun)
+            task = asyncio.ensure_future(self._play(group, begun, self._places.take(len(group.tasks))))
+            self._playing[group.group] = task
+            task.add_done_callback(functools.partial(self._ended, group.group))
 
-    async def _play(self, start: StartGroup) -> None:
+    def _ended(self, group: int, task: asyncio.Task[None]) -> None:
+        if self._playing.get(group) is task:
+            del self._playing[group]
+        self._begin()
+
+    async def _play(self, group: PlayGroup, begun: GroupBegan, places: GroupPlaces) -> None:
         def record(trajectory: Trajectory) -> None:
-            label = Label(step=start.step, rank=0, incarnation=self._incarnation, time=time.time())
+            label = Label(step=begun.step, rank=0, incarnation=self._incarnation, time=time.time())
             (values,) = labelled([trajectory], **msgspec.structs.asdict(label))
             self._send(EpisodeEnded(line=msgspec.json.encode(values, enc_hook=jsonable) + b"\n"))
 
+        version = WeightVersion.parse(begun.version)
+        demand = begun.version if version is None else at_least(version)
         try:
-            rollout = await self._arun(start, record)
+            rollout = await self._arun(group, record, demand, places)
         except Exception as error:
             # The trainer ends the run with it: a wrong task file, say, or tokens without known log-probabilities.
             kind = "" if isinstance(error, VerlServerError) else f"{type(error).__name__}: "
-            self._send(GroupEnded(group=start.group, error=f"{kind}{error}"))
+            self._send(GroupEnded(group=group.group, error=f"{kind}{error}"))
         else:
-            self._send(GroupEnded(group=start.group, rollout=rollout))
+            self._send(GroupEnded(group=group.group, rollout=rollout))
+        finally:
+            places.leave()
 
-    async def _arun(self, start: StartGroup, record: Callable[[Trajectory], None]) -> Rollout:
+    async def _arun(
+        self, group: PlayGroup, record: Callable[[Trajectory], None], demand: str, places: GroupPlaces
+    ) -> Rollout:
         """Play a group. While no server can begin it, wait: the trainer brings one back, or ends the run."""
         while True:
             try:
-                return await self._player.arun(start.tasks, record, version=start.version, slots=self._slots)
+                return await self._player.arun(group.tasks, record, version=demand, slots=places)
             except (ServerUnavailableError, ServerDiedError, ServerRestartedError) as error:
-                logger.debug("Group %d begins again: %s", start.group, error)
+                logger.debug("Group %d begins again: %s", group.group, error)
             await asyncio.sleep(_RETRY_PAUSE)
 
     async def close(self) -> None:
         """Cancel all groups, and wait until their episodes have closed their environments."""
-        tasks = list(self._groups.values())
+        self._waiting.clear()
+        tasks = list(self._playing.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,9 +26,11 @@ from verl_server.train.rollouts.group_messages import (
     CancelGroup,
     EpisodeEnded,
     FromPlayer,
+    GroupBegan,
     GroupEnded,
+    NowServed,
     PlayerSetup,
-    StartGroup,
+    PlayGroup,
     ToPlayer,
     encode_args,
 )
@@ -77,13 +79,19 @@ class RolloutProcess:
         self._also = also
         self.environment_url = environment_url
         self.is_agent = is_agent
-        self._playing: dict[int, StartGroup] = {}
+        self._served: NowServed | None = None
+        self._playing: dict[int, PlayGroup] = {}
         self._relaunches_left = _MAX_RELAUNCHES
         self._has_ended = False
         self._launch()
 
-    def start(self, group: StartGroup) -> None:
-        """Begin to play a group."""
+    def serve(self, served: NowServed) -> None:
+        """Tell the weights that groups begin with from now on."""
+        self._served = served
+        self._send(served)
+
+    def play(self, group: PlayGroup) -> None:
+        """Play a group as soon as there is room for it."""
         self._playing[group.group] = group
         self._send(group)
 
@@ -92,24 +100,25 @@ class RolloutProcess:
         if self._playing.pop(group, None) is not None:
             self._send(CancelGroup(group=group))
 
-    def finished(self, timeout: float) -> list[GroupEnded]:
-        """Return the groups that have finished since the last call. Wait for the first, at most `timeout` seconds.
+    def news(self, timeout: float) -> list[GroupBegan | GroupEnded]:
+        """Return the groups that have begun and finished since the last call, in order.
 
-        A process that has ended, or hangs, is launched again by the next call, and plays the groups again that it had
-        not finished. Raise RolloutProcessError if it ends again and again, or if a group could not be played at all,
-        and the error of `on_episode`.
+        Wait for the first, at most `timeout` seconds. A process that has ended, or hangs, is launched again by the next
+        call, and plays the groups again that it had not finished. Raise RolloutProcessError if it ends again and again,
+        or if a group could not be played at all, and the error of `on_episode`.
         """
         if self._has_ended:
             self._relaunch()
         found = self._take(timeout)
         for group in found:
-            if group.error is not None:
-                raise RolloutProcessError(f"The episodes of group {group.group} could not be played: {group.error}")
-            self._relaunches_left = _MAX_RELAUNCHES
+            if isinstance(group, GroupEnded):
+                if group.error is not None:
+                    raise RolloutProcessError(f"The episodes of group {group.group} could not be played: {group.error}")
+                self._relaunches_left = _MAX_RELAUNCHES
         return found
 
-    def _take(self, timeout: float) -> list[GroupEnded]:
-        found: list[GroupEnded] = []
+    def _take(self, timeout: float) -> list[GroupBegan | GroupEnded]:
+        found: list[GroupBegan | GroupEnded] = []
         with contextlib.suppress(queue.Empty):
             while not self._has_ended:
                 message = self._inbox.groups.get(timeout=0 if found else timeout)
@@ -118,8 +127,11 @@ class RolloutProcess:
                 # The caller looks after the servers before the next call, which launches the process again: it connects
                 # to them.
                 self._has_ended = message is None
-                if message is not None and self._playing.pop(message.group, None) is not None:  # else it was cancelled
-                    found.append(message)
+                if message is None or message.group not in self._playing:  # it was cancelled
+                    continue
+                found.append(message)
+                if isinstance(message, GroupEnded):
+                    del self._playing[message.group]
         if not found and not self._has_ended and self._inbox.silence() > _SILENCE_SECONDS:
             logger.warning("The rollout process was silent for %d s, and is ended.", _SILENCE_SECONDS)
             self._has_ended = True
@@ -181,6 +193,8 @@ class RolloutProcess:
             self._launch()
         except ServerLaunchError as error:
             raise RolloutProcessError(f"{report} It could not be launched again: {error}") from error
+        if self._served is not None:
+            self._send(self._served)
         for group in self._playing.values():
             self._send(group)
 
@@ -189,8 +203,8 @@ class _Inbox:
     """The thread that receives what a rollout process sends."""
 
     def __init__(self, connection: Connection, on_episode: Callable[[bytes], None]) -> None:
-        self.groups: queue.SimpleQueue[GroupEnded | Exception | None] = queue.SimpleQueue()
-        """The groups that have ended; an error of `on_episode`; None when the process has ended."""
+        self.groups: queue.SimpleQueue[GroupBegan | GroupEnded | Exception | None] = queue.SimpleQueue()
+        """The groups that have begun and ended; an error of `on_episode`; None when the process has ended."""
         self._connection = connection
         self._on_episode = on_episode
         self._heard = time.monotonic()
@@ -221,7 +235,7 @@ class _Inbox:
             except Exception as error:  # a full disk, say
                 self.groups.put(error)
                 return
-            if isinstance(message, GroupEnded):
+            if isinstance(message, GroupBegan | GroupEnded):
                 self.groups.put(message)
 
 
