@@ -34,7 +34,7 @@ def _order(line: Line) -> tuple[Any, ...]:
     age = 0 if settings["trainer"] == "grpo" else settings["max_staleness"]
     return (
         settings["latency"],
-        settings["trainer"] != "grpo",
+        ("grpo", "async_grpo", "delayed").index(settings["trainer"]),
         _loss(line),
         age,
         settings["grpo"]["groups"],
@@ -52,7 +52,8 @@ def _loss(line: Line) -> str:
 
 def _name(line: Line) -> str:
     settings = line["settings"]
-    trainer = "synchronous" if settings["trainer"] == "grpo" else f"K = {settings['max_staleness']}"
+    age = settings["max_staleness"]
+    trainer = {"grpo": "synchronous", "async_grpo": f"K = {age}", "delayed": f"age {age}"}[settings["trainer"]]
     groups = settings["grpo"]["groups"]
     return f"{trainer}{'' if groups == 32 else f', {groups} groups'}, {settings['latency']:g} s"
 

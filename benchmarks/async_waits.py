@@ -7,8 +7,8 @@
     python -m benchmarks.async_waits table waits.jsonl
 
 `run` trains once, on the CPU, with the settings of `verl-server demo`, and appends a line to the file. The waits of the
-environment are lognormal (sigma 1.5). For a comparison of ages, use short waits (0.03 s) and `--max-concurrency 4096`:
-then all groups that may start play at once, and most episodes reach the largest age.
+environment are lognormal (sigma 1.5). In an asynchronous run, ages depend on the speed of the machine. `--trainer
+delayed` trains each token at exactly one age, for a comparison of losses.
 
 The measurement does not disturb what it measures. After each step it keeps a copy of the weights and the time. When
 training has ended and the servers are gone, it plays the game with these weights on held-out seeds, in this process,
@@ -23,8 +23,8 @@ import json
 import os
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -44,6 +44,7 @@ from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.trajectory import Event, Task, Trajectory
+from verl_server.train.ages import describe_ages
 from verl_server.train.async_grpo import AsyncGRPO
 from verl_server.train.demo import CONFIG, HELD_OUT, make_policy_folder, success_rate
 from verl_server.train.grpo import GRPO, PolicyTrainer
@@ -71,10 +72,11 @@ class Run:
 
     out: Path
     """File of the lines. Missing folders above it are created."""
-    trainer: Literal["grpo", "async_grpo"] = "async_grpo"
-    """grpo: all episodes of a step, then training. async_grpo: both at the same time."""
+    trainer: Literal["grpo", "async_grpo", "delayed"] = "async_grpo"
+    """grpo: all episodes of a step, then training. async_grpo: both at the same time. delayed: as grpo, but on the
+    episodes of --max-staleness steps ago. Each token has this age, for a comparison of losses."""
     max_staleness: int = 1
-    """Largest age of a group, for async_grpo."""
+    """Largest age of a group, for async_grpo; age of all tokens, for delayed."""
     steps: int = 140
     """Training steps, over which learning rate and entropy bonus fall."""
     until: float = 2.0
@@ -128,9 +130,9 @@ class Record:
     weights: list[tuple[int, float, list[torch.Tensor]]] = field(default_factory=list)
     """(steps that were trained, seconds since training began, copy of the parameters)."""
     metrics: list[StepMetrics] = field(default_factory=list)
-    used: set[tuple[int, int]] = field(default_factory=set)
-    """(group in the run, member) of the episodes that a step used."""
-    in_loss: set[tuple[int, int]] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    """Ids of the episodes that a step used."""
+    in_loss: set[str] = field(default_factory=set)
     """Those of them in groups whose rewards differ."""
     lines: list[bytes] = field(default_factory=list)
     """Lines of episodes that ended, asynchronous."""
@@ -143,6 +145,26 @@ class Record:
     seconds: float = 0.0
     """Time of the training."""
     last_version: int = 0
+
+
+class DelayedGRPO(GRPO):
+    """GRPO that trains the episodes of each step `delay` steps after they were played: each token has that age.
+
+    The first steps have smaller ages, because the first weights play `delay` + 1 batches.
+    """
+
+    delay: int
+    waiting: deque[Any]
+
+    def _roll_out(self, on_finish: Callable[[Trajectory], None] | None) -> Any:
+        step = self.next_step
+        try:
+            while len(self.waiting) <= self.delay:
+                self.next_step = step + len(self.waiting)  # of which the seeds are
+                self.waiting.append(super()._roll_out(on_finish))
+        finally:
+            self.next_step = step
+        return self.waiting.popleft()
 
 
 class CountedRollouts(RolloutProcess):
@@ -184,9 +206,11 @@ def train(args: Run, folder: Path) -> tuple[Record, Policy]:
             grpo=args.grpo,
         )
         run: GRPO | AsyncGRPO
-        if args.trainer == "grpo":
+        if args.trainer != "async_grpo":
             servers, loop = RolloutServers([engine], ranks), stack.enter_context(_agent_loop(options, str(engine.url)))
-            run = GRPO(trainer, servers, loop, ranks, alarm=alarm)
+            run = (DelayedGRPO if args.trainer == "delayed" else GRPO)(trainer, servers, loop, ranks, alarm=alarm)
+            if isinstance(run, DelayedGRPO):
+                run.delay, run.waiting = args.max_staleness, deque()
         else:
             servers, incarnation = RolloutServers([engine], ranks, mode="in_place"), new_incarnation()
             setup = PlayerSetup(args=encode_args(options), urls=servers.urls, keys=[None], incarnation=incarnation)
@@ -241,7 +265,7 @@ def _train(args: Run, run: GRPO | AsyncGRPO, record: Record, policy: Policy) -> 
     while run.next_step < args.steps and time.monotonic() - begun < args.time_limit:
         step = run.step(lambda trajectory: ended.append((time.time(), trajectory)))
         keep()
-        _note_step(record, step, ended, args.grpo.groups if args.trainer == "grpo" else 0)
+        _note_step(record, step, ended)
         ended.clear()
         successes.append(success_rate(step.rollout.trajectories))
         _print_step(step.metrics, successes[-1], time.monotonic() - begun)
@@ -250,16 +274,17 @@ def _train(args: Run, run: GRPO | AsyncGRPO, record: Record, policy: Policy) -> 
     record.seconds, record.last_version = time.monotonic() - begun, run.version
 
 
-def _note_step(record: Record, step: Step, ended: Sequence[tuple[float, Trajectory]], groups: int) -> None:
-    """Note the episodes of a step. `groups`: the number of groups of a step, by which tasks count; 0 if in the run."""
-    first = step.metrics.step * groups
-    record.metrics.append(step.metrics)
-    for at, trajectory in ended:
-        task = msgspec.structs.replace(trajectory.task, group=first + trajectory.task.group)
-        record.played.append(Played(task, at, trajectory.events))
-    if step.metrics.skipped is None:
-        record.used |= {(first + t.task.group, t.task.member) for t in step.rollout.trajectories}
-        record.in_loss |= {(first + trained.group, trained.member) for trained in step.trained}
+def _note_step(record: Record, step: Step, ended: Sequence[tuple[float, Trajectory]]) -> None:
+    metrics, trajectories = step.metrics, step.rollout.trajectories
+    record.metrics.append(metrics)
+    record.played += [Played(trajectory.task, at, trajectory.events) for at, trajectory in ended]
+    if not metrics.ages and (trained := WeightVersion.parse(metrics.weight_version)) is not None:
+        ages = describe_ages([trajectories], trained)
+        metrics.ages, metrics.version_spans = ages.ages, ages.spans
+    if metrics.skipped is None:
+        names = {(t.task.group, t.task.member): str(t.task.episode_id) for t in trajectories}
+        record.used |= set(names.values())
+        record.in_loss |= {names[trained.group, trained.member] for trained in step.trained}
 
 
 def _print_step(metrics: StepMetrics, success: float, seconds: float) -> None:
@@ -334,12 +359,8 @@ def describe(args: Run, record: Record, curve: Sequence[tuple[float, int, float]
     record.played += [msgspec.json.decode(line, type=Played) for line in record.lines]
     metrics, is_async = record.metrics, args.trainer == "async_grpo"
     episodes = sum(m.trajectories for m in metrics)
-    if is_async:
-        ages, spans = _totals(m.ages for m in metrics), _totals(m.version_spans for m in metrics)
-        waits = _totals(m.waits for m in metrics)
-    else:
-        ages, spans = {"0": episodes}, {"1": episodes}
-        waits = {"episodes": sum(m.rollout_seconds for m in metrics)}
+    ages, spans = _totals(m.ages for m in metrics), _totals(m.version_spans for m in metrics)
+    waits = _totals(m.waits for m in metrics) if is_async else {"episodes": sum(m.rollout_seconds for m in metrics)}
     busy = sum(m.train_seconds + m.sync_seconds for m in metrics)
     successes = [success for _, _, success in curve]
     names = sorted({name for m in metrics for name in m.losses})
@@ -400,15 +421,15 @@ def _describe_groups(args: Run, record: Record) -> dict[str, Any]:
 def _describe_slowest(record: Record) -> dict[str, int]:
     """Return the fates of the slowest hundredth of the episodes that ended, by the seconds of their environment."""
     ordered = sorted(record.played, key=lambda played: -played.env_seconds)
-    keys = {(played.task.group, played.task.member) for played in ordered[: max(1, len(ordered) // 100)]}
+    slowest = {str(played.task.episode_id): played.task.group for played in ordered[: max(1, len(ordered) // 100)]}
     known = {done.group for done in record.fates}
-    waiting = {key for key in keys if record.started and key[0] not in known}
+    waiting = {name for name, group in slowest.items() if record.started and group not in known}
     return {
-        "episodes": len(keys),
-        "trained": len(keys & record.used),
-        "in_loss": len(keys & record.in_loss),
+        "episodes": len(slowest),
+        "trained": len(slowest.keys() & record.used),
+        "in_loss": len(slowest.keys() & record.in_loss),
         "undone": len(waiting),
-        "lost": len(keys - record.used - waiting),
+        "lost": len(slowest.keys() - record.used - waiting),
         "all_trained": len(record.used),
         "all_in_loss": len(record.in_loss),
     }
