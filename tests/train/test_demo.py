@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,16 +40,22 @@ def _descendants(pid: int) -> set[int]:
     return found
 
 
-@pytest.mark.timeout(300)
-def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
-    out = tmp_path / "demo"
-    settings = ["--out", str(out), "--steps", "2", "--pace-episodes", "16"]
+def _short_demo(out: Path, *options: str) -> tuple[str, dict[str, Any]]:
+    """Run a demo that is too short to learn the game. Return (what it printed, its summary)."""
+    settings = ["--out", str(out), "--pace-episodes", "16", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     demo = fork_server.run_module(*_DEMO, *settings, **pipes)
     printed, log = demo.communicate(timeout=240)
-    assert demo.returncode == 1, log[-4000:]  # two steps are not enough to learn the game
+    assert demo.returncode == 1, log[-4000:]
     assert "success on held-out seeds" in printed
-    summary = json.loads((out / "summary.json").read_text())
+    return printed, json.loads((out / "summary.json").read_text())
+
+
+@pytest.mark.timeout(300)
+def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    _, summary = _short_demo(out, "--steps", "2")
+    assert summary["asynchronous"] is None
     assert summary["steps"] == 2
     assert summary["weight_pushes"] == 3
     assert summary["eval_success_before"] <= 0.5
@@ -65,12 +72,34 @@ def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=|<script", page)
 
 
+@pytest.mark.timeout(300)
+def test_a_short_asynchronous_demo_shows_the_ages_of_its_episodes(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    printed, summary = _short_demo(out, "--steps", "3", "--async", "--max-staleness", "2")
+    assert "ages of the episodes" in printed
+    assert "idle trainer / server" in printed
+    found = summary["asynchronous"]
+    episodes = summary["episodes_played"]
+    assert episodes == 3 * 256
+    assert found["max_staleness"] == 2
+    assert sum(found["ages"].values()) == sum(found["version_spans"].values()) == episodes
+    assert found["ages"].keys() <= {"0", "1", "2"}
+    assert found["ages"]["0"] >= 256  # the first step has the first version only
+    assert found["idle"].keys() == {"trainer", "servers"}
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["weight_version"].partition("@")[0] for line in lines] == ["0", "1", "2"]
+    assert summary["weight_pushes"] == 4
+    assert 0 < summary["max_logprob_gap"] < 1e-4
+    assert "How old the episodes were" in (out / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("options", [(), ("--async",)], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, how: signal.Signals) -> None:
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, how: signal.Signals, options: tuple[str, ...]) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", *_DEMO, "--out", str(tmp_path / "demo")],
+        [sys.executable, "-m", *_DEMO, "--out", str(tmp_path / "demo"), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -82,7 +111,8 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, how: signal.Signa
             if "step   0" in line:
                 break
         children = _descendants(process.pid)
-        assert len(children) >= 3  # environment server, rollout server and the server's scheduler
+        # Environment server, rollout server and the server's scheduler, and the rollout process.
+        assert len(children) >= 3 + len(options)
         process.send_signal(how)
         process.wait(timeout=30)
         deadline = time.monotonic() + 30
@@ -108,6 +138,13 @@ def test_the_success_rate_is_of_episodes_that_the_policy_played() -> None:
 
 
 def test_settings_that_make_no_game_are_refused() -> None:
-    for settings in ({"guesses": 13}, {"numbers": 60}, {"guesses": 1}, {"latency": -1.0}, {"steps": 0}):
+    for settings in (
+        {"guesses": 13},
+        {"numbers": 60},
+        {"guesses": 1},
+        {"latency": -1.0},
+        {"steps": 0},
+        {"max_staleness": 2},
+    ):
         with pytest.raises(BadRequestError):
             DemoArgs(**settings)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -59,6 +60,45 @@ def test_the_page_is_self_contained_and_well_formed(tmp_path: Path) -> None:
     for said in ("10% → 97%", "2.5\u00d7", "env_error", "guess &lt;b&gt;", "0.385", "10.0 ms"):
         assert said in page
     assert "<b>" not in re.sub(r"<div class=\"tile\"><b>", "", page)  # text of the environment is escaped
+
+
+def asynchronous_report() -> Report:
+    """Return the report of a run whose second step waited for a deadline, and whose server told its idle share then."""
+    plain = report()
+    ages = {"ages": {"0": 6, "2": 2}, "version_spans": {"1": 6, "2": 1, "7": 1}, "waits": {"episodes": 1.5}, "idle": {}}
+    first = plain.history[0] | ages
+    second = first | {"waits": {"deadline": 2.5}, "idle": {"trainer": 0.75, "servers": 0.125}}
+    summary = plain.summary | {
+        "train_seconds": 9.0,
+        "asynchronous": {
+            "max_staleness": 2, "ages": {"0": 12, "2": 4}, "version_spans": {"1": 12, "2": 2, "7": 2},
+            "waits": {"deadline": 2.5, "episodes": 1.5}, "idle": {"trainer": 0.75, "servers": 0.125},
+        },
+    }  # fmt: skip
+    return replace(plain, summary=summary, history=[first, second])
+
+
+def test_the_page_of_an_asynchronous_run_has_ages_versions_waits_and_idle_shares(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, asynchronous_report())
+    page = path.read_text(encoding="utf-8")
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+    assert len(drawings) == 9
+    for said in (
+        "step 0, age 2: 25%", "step 1, 4 versions or more: 12%", "25% of the episodes are of two versions or more",
+        "12% of three or more", "trainer idle 75%", "rollout server idle 12%", "mean is 0.50",
+        "step 1, waiting for a group at its deadline: 2.50 s", "waiting for episodes 1.5 s", "other work 4.8 s",
+    ):  # fmt: skip
+        assert said in page
+    assert "age 1<" not in page  # no episode had this age
+
+
+def test_a_report_of_a_synchronous_run_has_no_ages(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, report())
+    assert "How old" not in path.read_text(encoding="utf-8")
 
 
 def test_ticks_are_round() -> None:

@@ -2,7 +2,8 @@
 
 Three parties communicate over HTTP: this process trains, a rollout server samples, and an environment server plays a
 guessing game. Each answer of the game takes a random time with a heavy-tailed distribution. The policy starts from
-random weights. The demo writes metrics.jsonl, trajectories.jsonl, summary.json and report.html to the output folder.
+random weights. With `--async`, the episodes play in a process of their own while this one trains. The demo writes
+metrics.jsonl, trajectories.jsonl, summary.json and report.html to the output folder.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+import tyro
 from rich.console import Console
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.rank_group import RankGroup
 from verl_server.errors import BadRequestError
 from verl_server.files.command_options import parse_options
 from verl_server.files.json_files import read_json
@@ -41,16 +44,21 @@ from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled, labelled
+from verl_server.train.ages import describe_history
+from verl_server.train.async_grpo import AsyncGRPO
 from verl_server.train.demo_display import DemoDisplay
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.metrics import StepMetrics
-from verl_server.train.options import GRPOConfig
+from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, launch_engine, setup_ranks
+from verl_server.train.rollouts.group_messages import PlayerSetup, encode_args
+from verl_server.train.rollouts.rollout_process import RolloutProcess
 from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.watch.pace import PaceComparison, compare_pace
 from verl_server.watch.report import Report, write_report
+from verl_server.weight_version import WeightVersion, new_incarnation
 
 _WORDS = ("<pad>", "<bos>", "<eos>", "guess", "to", "higher", "lower", "correct", "what")
 _VOCABULARY = (*_WORDS, *(str(n) for n in range(1, 40 - len(_WORDS) + 1)))
@@ -105,6 +113,11 @@ class DemoArgs:
     """Held-out episodes in each evaluation."""
     pace_episodes: int = 256
     """Episodes for the comparison of lock step and own pace."""
+    asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False
+    """Train while the episodes play (verl_server.train.async_grpo): neither waits for the other. Otherwise each step
+    plays its episodes first, and then trains on them. The report shows how old the episodes were."""
+    max_staleness: int = 1
+    """With --async: largest age of a group of episodes when it is trained, in weight pushes since it started."""
 
     def __post_init__(self) -> None:
         if not 1 < self.guesses < self.numbers <= len(_VOCABULARY) - len(_WORDS):
@@ -112,6 +125,23 @@ class DemoArgs:
             raise BadRequestError(f"The demo needs 1 < --guesses < --numbers <= {most}.")
         if self.latency < 0 or min(self.steps, self.episodes, self.pace_episodes) < 1:
             raise BadRequestError("--steps, --episodes and --pace-episodes must be at least 1, --latency at least 0.")
+        if self.max_staleness < 0:
+            raise BadRequestError(f"--max-staleness must be at least 0, not {self.max_staleness}.")
+        if self.max_staleness != DemoArgs.max_staleness and not self.asynchronous:
+            raise BadRequestError("--max-staleness is for --async: add it, or remove --max-staleness.")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parties of a demo that are running, and what the algorithm needs of them."""
+
+    trainer: PolicyTrainer
+    servers: RolloutServers
+    loop: AgentLoop
+    options: TrainArgs
+    """The options of a training run with these parties, of which the rollout process takes the part about episodes."""
+    ranks: RankGroup
+    incarnation: str
 
 
 class Demo:
@@ -132,21 +162,22 @@ class Demo:
             stack.callback(_claimed_folder(self.args).release)
             folder = make_policy_folder(out / "model", self.args.seed, head_dim)
             interrupt = stack.enter_context(_Interrupt())
-            run, loop = self._start(stack, folder)
+            parts = self._start(stack, folder)
             for name in _RESULTS:
                 (out / name).unlink(missing_ok=True)
-            before = self._evaluate(loop, "before training")
+            before = self._evaluate(parts.loop, "before training")
             append_jsonl(out / "trajectories.jsonl", labelled(before, phase="before"))
-            for metrics, trajectories in self._train(run):
-                append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
-                append_jsonl(
-                    out / "trajectories.jsonl", labelled(trajectories[:4], phase="training", step=metrics.step)
-                )
-                interrupt.check()
-            after = self._evaluate(loop, "after training")
+            with self._algorithm(parts) as run:  # ends the rollout process, which would slow what is measured below
+                for metrics, trajectories in self._train(run):
+                    append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
+                    append_jsonl(
+                        out / "trajectories.jsonl", labelled(trajectories[:4], phase="training", step=metrics.step)
+                    )
+                    interrupt.check()
+            after = self._evaluate(parts.loop, "after training")
             append_jsonl(out / "trajectories.jsonl", labelled(after, phase="after"))
             self.display.phase("lock step against own pace")
-            pace = compare_pace(loop, self._tasks("pace", self.args.pace_episodes))
+            pace = compare_pace(parts.loop, self._tasks("pace", self.args.pace_episodes))
         summary = self._summary(before, after, pace)
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         write_report(
@@ -154,7 +185,8 @@ class Demo:
         )
         return summary
 
-    def _start(self, stack: contextlib.ExitStack, folder: Path) -> tuple[GRPO, AgentLoop]:
+    def _start(self, stack: contextlib.ExitStack, folder: Path) -> _Parts:
+        """Start the servers, load the policy and push it. `stack` ends what was started."""
         args = self.args
         self.display.phase("starting the environment server and the rollout server")
         device = setup_ranks(args.device)
@@ -162,7 +194,14 @@ class Demo:
         torch.manual_seed(args.seed)
         torch.set_num_threads(1)  # the model is tiny, and the servers need the other cores
         game = {"numbers": args.numbers, "guesses": args.guesses, "latency": args.latency}
-        environment = stack.enter_context(EnvServer("verl_server.rollout.environments.games:GuessNumber", kwargs=game))
+        at_once = self.config.groups * self.config.group_size * (1 + args.max_staleness)
+        environment = stack.enter_context(
+            EnvServer(
+                "verl_server.rollout.environments.games:GuessNumber",
+                kwargs=game,
+                max_concurrent_envs=max(1024, 2 * at_once),
+            )
+        )
         settings: dict[str, Any] = {"dtype": "float32", "log_level": "warning"}
         if args.engine == "vllm":  # its cache has whole GiB on a CPU; compiling takes longer than the demo
             settings |= {"engine": "vllm", "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}}
@@ -179,13 +218,39 @@ class Demo:
         stack.enter_context(client)
         loop = AgentLoop(client, environment.url, renderer, sampling_params={"temperature": 1.0}, limits=limits)
         stack.enter_context(loop)
-        ranks = all_ranks()
-        run = GRPO(trainer, RolloutServers([engine], ranks), loop, ranks, alarm=GapAlarm(torch.float32))
-        run.push()
+        ranks, incarnation = all_ranks(), new_incarnation()
+        servers = RolloutServers([engine], ranks, mode="in_place" if args.asynchronous else "wait")
+        servers.push(trainer.policy.named_weights, str(WeightVersion(0, incarnation)))
+        options = TrainArgs(
+            model_path=str(folder), env_url=environment.url, chat=False, limits=limits, replacements=0, grpo=self.config
+        )
         self.ready_seconds = time.monotonic() - self.started
-        return run, loop
+        return _Parts(trainer, servers, loop, options, ranks, incarnation)
 
-    def _train(self, run: GRPO) -> Iterator[tuple[StepMetrics, list[Trajectory]]]:
+    @contextlib.contextmanager
+    def _algorithm(self, parts: _Parts) -> Iterator[GRPO | AsyncGRPO]:
+        """Yield the algorithm, whose weights the servers have; afterwards end the rollout process, if there is one."""
+        alarm, incarnation = GapAlarm(torch.float32), parts.incarnation
+        if not self.args.asynchronous:
+            yield GRPO(parts.trainer, parts.servers, parts.loop, parts.ranks, alarm=alarm, incarnation=incarnation)
+            return
+        self.display.phase("starting the rollout process")
+        urls = parts.servers.urls
+        setup = PlayerSetup(args=encode_args(parts.options), urls=urls, keys=[None], incarnation=incarnation)
+        url = parts.loop.environment_url
+        with contextlib.closing(RolloutProcess(setup, lambda line: None, environment_url=url)) as rollouts:
+            yield AsyncGRPO(
+                parts.trainer,
+                parts.servers,
+                rollouts,
+                parts.ranks,
+                steps=self.args.steps,
+                max_staleness=self.args.max_staleness,
+                alarm=alarm,
+                incarnation=incarnation,
+            )
+
+    def _train(self, run: GRPO | AsyncGRPO) -> Iterator[tuple[StepMetrics, list[Trajectory]]]:
         args = self.args
         begun = time.monotonic()
         skipped = SkippedSteps(most=min(3, args.steps), pause=1.0)
@@ -242,6 +307,7 @@ class Demo:
             "episodes_failed": sum(m.trajectories - m.trainable for m in self.history),
             "episodes_unsampled": sum(m.unsampled for m in self.history),
             "sampled_tokens": sum(m.sampled_tokens for m in self.history),
+            "asynchronous": describe_history(self.history, args.max_staleness) if args.asynchronous else None,
         }
 
     def _setup(self) -> dict[str, str]:
@@ -252,6 +318,11 @@ class Demo:
             "policy": f"Llama, 2 layers, {self.parameters:,} parameters, {len(_VOCABULARY)} tokens, random weights",
             "waits": f"lognormal, median {args.latency * 1e3:.0f} ms, sigma 1.5, at most 20 medians",
             "batch": f"{self.config.groups} groups of {self.config.group_size} episodes per step",
+            "training": (
+                f"asynchronous: episodes play meanwhile, trained at most {args.max_staleness} pushes after they began"
+                if args.asynchronous
+                else "synchronous: all episodes of a step, then training"
+            ),
             "device": args.device,
             "torch": torch.__version__,
         }

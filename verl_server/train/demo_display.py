@@ -61,10 +61,13 @@ class DemoDisplay:
         self._history.append(metrics)
         self._game = dialogue(trajectories[0])
         if self._live is None and metrics.step % 5 == 0:
+            if metrics.age is None:
+                rollout = f"rollout {metrics.rollout_seconds:.2f} s (env {self._env_share(metrics):.0%})"
+            else:
+                rollout = "  ".join(f"{name} {value}" for name, value in _age_figures(metrics))
             self._log(
                 f"step {metrics.step:3d}  success {metrics.success:.2f}  reward {metrics.reward or 0:.2f}  "
-                f"{metrics.tokens_per_s:4.0f} tok/s  rollout {metrics.rollout_seconds:.2f} s "
-                f"(env {self._env_share(metrics):.0%})  train {metrics.train_seconds:.2f} s  "
+                f"{metrics.tokens_per_s:4.0f} tok/s  {rollout}  train {metrics.train_seconds:.2f} s  "
                 f"sync {metrics.sync_seconds * 1e3:.0f} ms  logprob gap {metrics.logprob_gap or 0:.1e}"
             )
 
@@ -95,6 +98,7 @@ class DemoDisplay:
                 f"largest logprob gap {summary['max_logprob_gap']:.1e}",
             ),
             ("training", f"{summary['steps']} steps in {summary['train_seconds']:.0f} s"),
+            *_async_rows(summary["asynchronous"]),
             ("whole demo", f"{summary['seconds']:.0f} s"),
             ("report", str(out / "report.html")),
         )
@@ -109,7 +113,9 @@ class DemoDisplay:
         if self._evaluations:
             lines.append(Text("success on held-out seeds: " + "  ".join(self._evaluations), style="bold"))
         if self._history:
-            lines += [self._curve(), self._figures(self._history[-1]), self._game]
+            last = self._history[-1]
+            ages = [] if last.age is None else [_listing(_age_figures(last))]
+            lines += [self._curve(), self._figures(last), *ages, self._game]
         return Panel(Group(*lines), title="verl-server demo", border_style="blue", width=min(100, self._console.width))
 
     def _curve(self) -> Text:
@@ -129,13 +135,13 @@ class DemoDisplay:
             ("weights", m.weight_version),
             ("reward", f"{m.reward or 0:.2f}"),
             ("tokens/s", f"{m.tokens_per_s:.0f}"),
-            ("rollout", f"{m.rollout_seconds:.2f} s"),
-            ("of it env / gen", f"{env:.0%} / {1 - env:.0%}"),
+            ("rollout" if m.age is None else "waited", f"{m.rollout_seconds:.2f} s"),
+            ("of it env / gen" if m.age is None else "episodes env / gen", f"{env:.0%} / {1 - env:.0%}"),
             ("train", f"{m.train_seconds:.2f} s"),
             ("sync", f"{m.sync_seconds * 1e3:.0f} ms"),
             ("logprob gap", f"{m.logprob_gap or 0:.1e}"),
         )
-        return Listing([name for name, _ in cells], [Row(tuple(value for _, value in cells))], left=0)
+        return _listing(cells)
 
     @staticmethod
     def _env_share(m: StepMetrics) -> float:
@@ -145,6 +151,40 @@ class DemoDisplay:
         """Print a message on one line, which a narrow console does not wrap."""
         line = f"[{time.monotonic() - self._started:6.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _listing(cells: Sequence[tuple[str, str]]) -> Listing:
+    """Return a table of one row. Each cell is (name, value)."""
+    return Listing([name for name, _ in cells], [Row(tuple(value for _, value in cells))], left=0)
+
+
+def _age_figures(m: StepMetrics) -> list[tuple[str, str]]:
+    """Return (name, value) of the figures that only an asynchronous step has."""
+    episodes = max(1, sum(m.version_spans.values()))
+    several = sum(count for versions, count in m.version_spans.items() if int(versions) > 1) / episodes
+    waits = ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in m.waits.items() if seconds >= 0.05)
+    idle = " / ".join(f"{m.idle[name]:.0%}" if name in m.idle else "-" for name in ("trainer", "servers"))
+    return [
+        ("age", f"{m.age or 0:.1f}, at most {m.age_max}"),
+        ("of several versions", f"{several:.0%}"),
+        ("waited for", waits or "nothing"),
+        ("idle trainer / server", idle),
+    ]
+
+
+def _async_rows(ages: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return rows of the result about an asynchronous run (`asynchronous` of summary.json)."""
+    if ages is None:
+        return []
+    episodes = max(1, sum(ages["ages"].values()))
+    counts = ", ".join(f"{count / episodes:.0%} of age {age}" for age, count in ages["ages"].items())
+    several = sum(count for versions, count in ages["version_spans"].items() if int(versions) > 1) / episodes
+    waits = ", ".join(f"{cause} {seconds:.0f} s" for cause, seconds in ages["waits"].items())
+    idle = ", ".join(f"{name} {share:.0%}" for name, share in ages["idle"].items())
+    return [
+        ("ages of the episodes", f"{counts}; {several:.0%} were sampled by several versions"),
+        ("the trainer waited for", f"{waits or 'nothing'}; idle: {idle}"),
+    ]
 
 
 def dialogue(trajectory: Trajectory) -> Text:

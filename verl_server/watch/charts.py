@@ -214,6 +214,66 @@ def _dots(
     return parts, y
 
 
+def shades(count: int) -> list[str]:
+    """Return `count` shades of blue, from a light one to a dark one."""
+    light, dark = (201, 216, 245), (24, 52, 120)
+    steps = [i / max(1, count - 1) for i in range(count)]
+    return ["#" + "".join(f"{round(a + (b - a) * at):02x}" for a, b in zip(light, dark, strict=True)) for at in steps]
+
+
+def stacked_steps(
+    rows: Sequence[Sequence[float]], names: Sequence[str], colors: Sequence[str], title: str, unit: str = ""
+) -> str:
+    """Draw a bar for each training step, of one part for each name. Without a `unit`, each bar is a whole of 100 %."""
+    sums = [sum(row) for row in rows]
+    marks = ticks(max(sums, default=0.0)) if unit else [0.0, 0.25, 0.5, 0.75, 1.0]
+    across, up = _DOTS_RIGHT - _DOTS_LEFT, _DOTS_HEIGHT - 60.0
+    wide = across / max(1, len(rows))
+    parts = []
+    for value in marks:
+        y = _DOTS_HEIGHT - 36.0 - up * value / marks[-1]
+        name = f"{value:g}" if unit else f"{value:.0%}"
+        parts += [line(_DOTS_LEFT, y, _DOTS_RIGHT, y), text(_DOTS_LEFT - 8, y + 4, name, anchor="end")]
+    for step, (row, total) in enumerate(zip(rows, sums, strict=True)):
+        y, whole = _DOTS_HEIGHT - 36.0, marks[-1] if unit else total
+        for value, name, color in zip(row, names, colors, strict=True):
+            if value > 0:
+                high = up * value / whole
+                y -= high
+                share = f"{value:.2f} {unit}" if unit else f"{value / total:.0%}"
+                hint = f"step {step}, {name}: {share}"
+                parts.append(rect(_DOTS_LEFT + step * wide, y, wide * 0.88, high, color, hint))
+    parts += [*_step_axis(len(rows)), text(_DOTS_LEFT, 9, title)]
+    return svg(_DOTS_WIDTH, _DOTS_HEIGHT, "".join(parts), title)
+
+
+def share_lines(curves: Sequence[tuple[str, Sequence[float | None], str]], title: str) -> str:
+    """Draw shares between 0 and 1 over training steps: (name, share of each step or None, color) of each line."""
+    count = max((len(values) for _, values, _ in curves), default=1)
+
+    def at(step: int, value: float) -> tuple[float, float]:
+        x = _DOTS_LEFT + (_DOTS_RIGHT - _DOTS_LEFT) * (step + 0.5) / max(1, count)
+        return x, _DOTS_HEIGHT - 36.0 - (_DOTS_HEIGHT - 60.0) * min(1.0, max(0.0, value))
+
+    parts = []
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = at(0, value)[1]
+        parts += [line(_DOTS_LEFT, y, _DOTS_RIGHT, y), text(_DOTS_LEFT - 8, y + 4, f"{value:.0%}", anchor="end")]
+    for _, values, color in curves:
+        points = [at(step, value) for step, value in enumerate(values) if value is not None]
+        parts.append(polyline(points, color, 1.8))
+    parts += [*_step_axis(count), text(_DOTS_LEFT, 9, title)]
+    return svg(_DOTS_WIDTH, _DOTS_HEIGHT, "".join(parts), title)
+
+
+def _step_axis(count: int) -> list[str]:
+    wide = (_DOTS_RIGHT - _DOTS_LEFT) / max(1, count)
+    steps = [step for step in ticks(max(1, count - 1), 5) if step <= count - 1 and step == int(step)]
+    y = _DOTS_HEIGHT - 20.0
+    marks = [text(_DOTS_LEFT + (step + 0.44) * wide, y, f"{step:g}", anchor="middle") for step in steps]
+    return [*marks, text((_DOTS_LEFT + _DOTS_RIGHT) / 2, _DOTS_HEIGHT - 4, "training step", anchor="middle")]
+
+
 def share_bar(parts: Sequence[tuple[str, float, str]]) -> str:
     """Draw one bar, divided in proportion to the seconds of each (name, seconds, color)."""
     width, total = 1060.0, sum(seconds for _, seconds, _ in parts)

@@ -55,6 +55,7 @@ svg { display: block; width: 100%; height: auto; font-size: 12px; font-family: i
 .tile i { display: block; margin-top: 3px; color: var(--muted); font-style: normal; font-size: 12.5px;
   line-height: 1.4; }
 .two { display: grid; grid-template-columns: 1fr 1fr; gap: 30px; }
+.apart { margin-top: 30px; }
 .legend { display: flex; flex-wrap: wrap; gap: 6px 22px; margin: 0 0 12px; font-size: 13px; color: #3b424c; }
 svg + .legend { margin: 12px 0 0; }
 .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 7px;

@@ -16,6 +16,7 @@ import torch
 from verl_server.logprob_gap import BOUNDS
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.watch import charts
+from verl_server.watch.async_report import ages_section, time_section
 from verl_server.watch.pace import PaceComparison
 from verl_server.watch.page import legend, page, section, tiles
 
@@ -40,7 +41,7 @@ class Report:
 
 def write_report(path: Path, report: Report) -> None:
     """Write the page to `path`."""
-    sections = (_headline, _learning, _timeline, _pushes, _time, _episodes, _method)
+    sections = (_headline, _learning, _ages, _timeline, _pushes, _time, _episodes, _method)
     body = "\n".join(part(report) for part in sections)
     path.write_text(page("verl-server demo", body), encoding="utf-8")
 
@@ -63,11 +64,20 @@ def _headline(report: Report) -> str:
         (f"{s['seconds']:.0f} s", "for everything", f"{s['steps']} training steps, {s['episodes_played']:,} episodes"),
     )
     setup = report.setup
+    ages = s.get("asynchronous")
+    lead = (
+        f"The game: {escape(setup['game'])}, from the answers <em>higher</em> and <em>lower</em>. A trainer, a rollout "
+        "server and an environment server, three processes that talk over HTTP, trained a policy that started from "
+        f"random weights: {escape(setup['policy'])}."
+    )
+    if ages is not None:
+        lead += (
+            " Episodes played all the time while the trainer trained. No push stopped one; each was trained at most "
+            f"{ages['max_staleness']} pushes after its group began."
+        )
     return (
         "<header><p class='kicker'>verl-server · demo</p><h1>From random weights to a policy that listens</h1>"
-        f"<p class='lead'>The game: {escape(setup['game'])}, from the answers <em>higher</em> and <em>lower</em>. A "
-        "trainer, a rollout server and an environment server, three processes that talk over HTTP, trained a policy "
-        f"that started from random weights: {escape(setup['policy'])}.</p></header>{tiles(figures)}"
+        f"<p class='lead'>{lead}</p></header>{tiles(figures)}"
     )
 
 
@@ -87,6 +97,11 @@ def _learning(report: Report) -> str:
         "policy may sample every token of the vocabulary. Large dots: held-out seeds. Line: episodes of training."
     )
     return section("Learning", chart, note)
+
+
+def _ages(report: Report) -> str:
+    ages = report.summary.get("asynchronous")
+    return "" if ages is None else ages_section(ages, report.history)
 
 
 def _timeline(report: Report) -> str:
@@ -122,6 +137,8 @@ def _pushes(report: Report) -> str:
 
 
 def _time(report: Report) -> str:
+    if (ages := report.summary.get("asynchronous")) is not None:
+        return time_section(ages, report.history, report.summary["train_seconds"])
     env = generate = 0.0
     for m in report.history:
         waiting = m["env_seconds"] + m["generate_seconds"]
