@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
+from verl_server.train.demo_display import dialogue
 from verl_server.watch import charts
 from verl_server.watch.pace import PaceComparison
 from verl_server.watch.report import Report, write_report
@@ -99,6 +100,15 @@ def test_a_report_of_a_synchronous_run_has_no_ages(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, report())
     assert "How old" not in path.read_text(encoding="utf-8")
+
+
+def test_an_episode_that_could_not_begin_has_its_place_in_the_page(tmp_path: Path) -> None:
+    unbegun = Trajectory(task=Task(seed=0))
+    unbegun.finish(StopReason.ENV_TIMEOUT, "the environment server did not answer")
+    shown = report()
+    write_report(tmp_path / "report.html", replace(shown, before=[unbegun, *shown.before[1:]]))
+    assert "<span class='verdict'>env_timeout</span>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert dialogue(unbegun).plain == "a game  "
 
 
 def test_ticks_are_round() -> None:

@@ -192,7 +192,7 @@ def dialogue(trajectory: Trajectory) -> Text:
     text = Text("a game  ", style="dim")
     answers = [turn.observation.get("text", "") for turn in trajectory.turns[1:]]
     answers.append((trajectory.final_observation or {}).get("text", ""))
-    for turn, answer in zip(trajectory.turns, answers, strict=True):
+    for turn, answer in zip(trajectory.turns, answers, strict=False):  # an episode that could not begin has no turn
         guess = (turn.action or {}).get("text", "")
         text.append(f"{guess} ", "bold").append(f"{answer}   ", "green" if answer == "correct" else "")
     return text

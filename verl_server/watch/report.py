@@ -171,7 +171,7 @@ def _episodes(report: Report, count: int = 8) -> str:
 def _episode(trajectory: Trajectory) -> str:
     answers = [turn.observation for turn in trajectory.turns[1:]] + [trajectory.final_observation or {}]
     said = [f"<span class='env'>{_words(trajectory.turns[0].observation)}</span>"] if trajectory.turns else []
-    for turn, answer in zip(trajectory.turns, answers, strict=True):
+    for turn, answer in zip(trajectory.turns, answers, strict=False):  # an episode that could not begin has no turn
         probability = math.exp(sum(trajectory.logprobs[slice(*turn.action_span)]))
         said.append(f"<span class='say'>{_words(turn.action or {})}<small>{probability:.0%}</small></span>")
         said.append(f"<span class='env'>{_words(answer)}</span>")
