@@ -52,7 +52,7 @@ from verl_server.train.metrics import StepMetrics
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.policy import Policy, load_policy
 from verl_server.train.ranks import all_ranks, launch_engine, setup_ranks
-from verl_server.train.rollouts.group_messages import PlayerSetup, StartGroup, encode_args
+from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, PlayerSetup, encode_args
 from verl_server.train.rollouts.rollout_process import RolloutProcess
 from verl_server.train.run import Step
 from verl_server.train.servers import RolloutServers
@@ -138,7 +138,7 @@ class Record:
     """Lines of episodes that ended, asynchronous."""
     played: list[Played] = field(default_factory=list)
     started: dict[int, int] = field(default_factory=dict)
-    """Group -> number of the version that was served when it started, asynchronous."""
+    """Group -> number of the version that was served when it began, asynchronous."""
     fates: list[GroupDone] = field(default_factory=list)
     began: float = 0.0
     """Wall time at which training began, in seconds since 1970."""
@@ -168,15 +168,18 @@ class DelayedGRPO(GRPO):
 
 
 class CountedRollouts(RolloutProcess):
-    """A rollout process that notes the groups which start."""
+    """A rollout process that notes the groups which begin to play."""
 
     record: Record
 
-    def start(self, group: StartGroup) -> None:
-        version = WeightVersion.parse(group.version.removeprefix(">="))
-        assert version is not None
-        self.record.started[group.group] = version.number
-        super().start(group)
+    def news(self, timeout: float) -> list[GroupBegan | GroupEnded]:
+        found = super().news(timeout)
+        for group in found:
+            if isinstance(group, GroupBegan):
+                version = WeightVersion.parse(group.version)
+                assert version is not None
+                self.record.started[group.group] = version.number
+        return found
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`describe_ages`: how old the episodes of a step are, and over how many versions each of them spans.
+"""How old the episodes of a step are, and over how many versions each of them spans (`describe_ages`).
 
 The age of an episode is the number of the version that is trained, minus that of the version that sampled the episode's
 oldest token. The labels of the tokens decide, which the server writes.
@@ -7,12 +7,16 @@ oldest token. The labels of the tokens decide, which the server writes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from verl_server.rollout.trajectory import Trajectory, by_episode
+from verl_server.train.metrics import StepMetrics
 from verl_server.weight_version import WeightVersion
+
+Number = TypeVar("Number", int, float)
 
 
 class Ages(msgspec.Struct, kw_only=True):
@@ -48,3 +52,31 @@ def describe_ages(groups: Sequence[Sequence[Trajectory]], trained: WeightVersion
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: int(item[0])))
+
+
+def describe_history(history: Sequence[StepMetrics], max_staleness: int) -> dict[str, Any]:
+    """Return the ages of all steps, who waited for what, and the mean idle shares, as `asynchronous` of summary.json.
+
+    `max_staleness` is the largest age that the run permitted.
+    """
+    seconds = [m.rollout_seconds + m.train_seconds + m.sync_seconds for m in history]
+    idle = {}
+    for name in sorted({name for m in history for name in m.idle}):
+        known = [(m.idle[name], weight) for m, weight in zip(history, seconds, strict=True) if name in m.idle]
+        idle[name] = sum(share * weight for share, weight in known) / max(1e-9, sum(weight for _, weight in known))
+    return {
+        "max_staleness": max_staleness,
+        "ages": _totals(m.ages for m in history),
+        "version_spans": _totals(m.version_spans for m in history),
+        "waits": _totals(m.waits for m in history),
+        "idle": idle,
+    }
+
+
+def _totals(counts: Iterable[Mapping[str, Number]]) -> dict[str, Number]:
+    """Return name -> sum of its numbers. Names that are numbers are in their order."""
+    found: dict[str, Number] = {}
+    for count in counts:
+        for name, number in count.items():
+            found[name] = found[name] + number if name in found else number
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0]) if item[0].isdigit() else (0, item[0])))
