@@ -13,15 +13,21 @@ from verl_server.train.rollouts.group_buffer import Group, GroupBuffer
 
 @dataclass
 class Simulation:
-    """A run of `steps` steps. Groups finish in a random order, some steps have nothing to train on."""
+    """A run of `steps` steps. Groups finish in a random order, some steps have nothing to train on.
+
+    With `places`, only so many groups play at one time, and the others wait for a place before they begin.
+    """
 
     buffer: GroupBuffer[str]
     steps: int
     draw: random.Random
     step: int = 0
+    places: int = 10**9
     version: int = 0
+    queued: dict[int, Group[str]] = field(default_factory=dict)
+    """Groups that are started and do not play yet."""
     playing: dict[int, Group[str]] = field(default_factory=dict)
-    """Groups that are started and not finished."""
+    """Groups that play."""
     waiting: dict[int, Group[str]] = field(default_factory=dict)
     """Groups that have finished and are not used."""
     used: list[int] = field(default_factory=list)
@@ -32,21 +38,31 @@ class Simulation:
     def begin(self) -> None:
         """Do what the trainer does whenever it looks: remove stale groups, and start others."""
         for group in self.buffer.take_stale(self.version):
-            assert group.start + self.buffer.max_staleness < self.version
+            assert group.start is not None and group.start + self.buffer.max_staleness < self.version
             self.dropped.append(group.number)
             self.playing.pop(group.number, None)
             self.waiting.pop(group.number, None)
-        for group in self.buffer.start(self.version, self.step, self.steps - self.step):
-            assert (group.start, group.step, group.result) == (self.version, self.step, None)
-            self.playing[group.number] = group
+        for group in self.buffer.start(self.steps - self.step):
+            assert (group.start, group.result) == (None, None)
+            self.queued[group.number] = group
         left = min(self.buffer.max_staleness + 1, self.steps - self.step)
-        assert len(self.playing) + len(self.waiting) <= self.buffer.groups * left
+        assert len(self.queued) + len(self.playing) + len(self.waiting) <= self.buffer.groups * left
+        self.play()
+
+    def play(self) -> None:
+        """Do what the rollout process does: begin the groups that came first, with the version that is served."""
+        while self.queued and len(self.playing) < self.places:
+            group = self.queued.pop(next(iter(self.queued)))
+            self.buffer.begin(group.number, self.version, self.step)
+            assert (group.start, group.step) == (self.version, self.step)
+            self.playing[group.number] = group
 
     def finish_one(self) -> None:
         # Often the newest group finishes first, which is the hard case.
         number = max(self.playing) if self.draw.random() < 0.5 else self.draw.choice(list(self.playing))
         self.waiting[number] = self.playing.pop(number)
         self.buffer.finish(number, f"result {number}")
+        self.play()
 
     def run_step(self) -> None:
         self.begin()
@@ -60,9 +76,9 @@ class Simulation:
             self.begin()
         assert len(batch) == self.buffer.groups
         assert all(group.result == f"result {group.number}" for group in batch)
-        oldest = sorted(self.waiting.values(), key=lambda group: (group.start, group.number))
+        oldest = sorted(self.waiting.values(), key=lambda group: (group.start or 0, group.number))
         assert batch == oldest[: len(batch)]
-        self.ages += [self.version - group.start for group in batch]
+        self.ages += [self.version - group.start for group in batch if group.start is not None]
         self.step += 1
         self.version += self.draw.random() < 0.8
         self.buffer.done(batch)
@@ -70,6 +86,14 @@ class Simulation:
             self.used.append(group.number)
             del self.waiting[group.number]
         self.begin()
+
+
+def started(buffer: GroupBuffer[str], version: int, steps_left: int) -> list[Group[str]]:
+    """Start groups that begin to play at once."""
+    groups = buffer.start(steps_left)
+    for group in groups:
+        buffer.begin(group.number, version, 0)
+    return groups
 
 
 CASES = [(groups, staleness) for groups in range(1, 6) for staleness in range(5)]
@@ -88,6 +112,16 @@ def test_no_group_is_lost_or_too_old(groups: int, staleness: int) -> None:
         ages.update(run.ages)
     assert ages == set(range(staleness + 1))
     assert "episodes" in waits and ("deadline" in waits) == (staleness > 0)
+
+
+@pytest.mark.parametrize(("groups", "staleness"), CASES)
+def test_groups_that_wait_for_a_place_do_not_grow_old(groups: int, staleness: int) -> None:
+    for seed in range(12):
+        run = Simulation(GroupBuffer(groups, staleness), 12, random.Random(seed), places=1)
+        for _ in range(run.steps):
+            run.run_step()
+        assert sorted(run.used) == list(range(groups * run.steps))
+        assert max(run.ages) <= staleness
 
 
 @pytest.mark.parametrize(("groups", "staleness"), CASES)
@@ -116,7 +150,7 @@ def test_a_resumed_run_starts_the_undone_groups_first(groups: int, staleness: in
             if draw.random() < 0.4:
                 used += run.used
                 undone, next_group = run.buffer.undone, run.buffer.next_group
-                assert undone == sorted([*run.playing, *run.waiting])
+                assert undone == sorted([*run.queued, *run.playing, *run.waiting])
                 run = Simulation(GroupBuffer(groups, staleness), run.steps, draw, run.step)
                 run.buffer.resume(next_group, reversed(undone))
                 assert (run.buffer.undone, run.buffer.next_group) == (undone, next_group)
@@ -128,7 +162,7 @@ def test_a_resumed_run_starts_the_undone_groups_first(groups: int, staleness: in
 def test_a_resumed_run_with_fewer_permits_starts_the_others_later() -> None:
     buffer: GroupBuffer[str] = GroupBuffer(2, 0)
     buffer.resume(9, [3, 5, 6, 8])
-    assert [group.number for group in buffer.start(4, 7, 10)] == [3, 5]
+    assert [group.number for group in started(buffer, 4, 10)] == [3, 5]
     assert buffer.undone == [3, 5, 6, 8]
     buffer.finish(5, "b")
     assert buffer.batch(4) == "episodes"
@@ -136,18 +170,18 @@ def test_a_resumed_run_with_fewer_permits_starts_the_others_later() -> None:
     batch = buffer.batch(4)
     assert not isinstance(batch, str) and [group.result for group in batch] == ["a", "b"]
     buffer.done(batch)
-    assert [group.number for group in itertools.chain(buffer.start(5, 8, 9))] == [6, 8]
+    assert [group.number for group in itertools.chain(started(buffer, 5, 9))] == [6, 8]
 
 
 def test_a_step_waits_for_the_group_that_only_it_can_use() -> None:
     """With one group a step and an age of 1 at most, group 0 must be used before version 2."""
     buffer: GroupBuffer[str] = GroupBuffer(1, 1)
-    assert [group.number for group in buffer.start(0, 0, 9)] == [0, 1]
+    assert [group.number for group in started(buffer, 0, 9)] == [0, 1]
     buffer.finish(1, "quick")
     batch = buffer.batch(0)
     assert not isinstance(batch, str) and batch[0].number == 1
     buffer.done(batch)
-    assert [group.number for group in buffer.start(1, 1, 8)] == [2]
+    assert [group.number for group in started(buffer, 1, 8)] == [2]
     buffer.finish(2, "quick, too")
     assert buffer.batch(1) == "deadline"
     buffer.finish(0, "slow")
@@ -157,11 +191,11 @@ def test_a_step_waits_for_the_group_that_only_it_can_use() -> None:
 
 def test_what_a_dropped_group_brings_is_ignored() -> None:
     buffer: GroupBuffer[str] = GroupBuffer(1, 0, drops=True)
-    buffer.start(0, 0, 9)
+    started(buffer, 0, 9)
     assert [group.number for group in buffer.take_stale(1)] == [0]
     buffer.finish(0, "too late")
     assert buffer.undone == [] and buffer.batch(1) == "episodes"
-    (group,) = buffer.start(1, 1, 8)
+    (group,) = started(buffer, 1, 8)
     buffer.finish(group.number, "first")
     buffer.finish(group.number, "again")
     assert group.number == 1 and group.result == "first"
