@@ -165,8 +165,8 @@ def _age_figures(m: StepMetrics) -> list[tuple[str, str]]:
     waits = ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in m.waits.items() if seconds >= 0.05)
     idle = " / ".join(f"{m.idle[name]:.0%}" if name in m.idle else "-" for name in ("trainer", "servers"))
     return [
-        ("age", f"{m.age or 0:.1f}, at most {m.age_max}"),
-        ("of several versions", f"{several:.0%}"),
+        ("age / oldest", f"{m.age or 0:.1f} / {m.age_max}"),
+        ("2+ versions", f"{several:.0%}"),
         ("waited for", waits or "nothing"),
         ("idle trainer / server", idle),
     ]
