@@ -72,7 +72,7 @@ def _headline(report: Report) -> str:
     )
     if ages is not None:
         lead += (
-            " Episodes played all the time while the trainer trained. No push stopped one; each was trained at most "
+            " In a fourth process, episodes played all the time. No push stopped one, and each was trained at most "
             f"{ages['max_staleness']} pushes after its group began."
         )
     return (
