@@ -247,6 +247,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_message_is_launched_again(f
     rollouts = fakes()
     rollouts.start(start_of(4, "v"))
     (first,) = FakeChild.made
+    first.connection.recv_bytes()  # else the connection is reset
     first.raw.sendall(b"\x00\x00\x10\x00" + b"the first bytes of 4096")
     first.end()
     assert rollouts.finished(WAIT) == [] and rollouts.finished(0.0) == []
