@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.fake_engine import FakeEngine
+from verl_server.errors import VerlServerError
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import LoopThread
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
@@ -141,6 +142,36 @@ class PlayedGroups:
             self.lines.append(message.line)
         elif isinstance(message, GroupEnded):
             self._ended.put(message)
+
+
+class Unscored:
+    """An adapter that does not score."""
+
+    url = "http://fake"
+
+    def generate(self, **_: Any) -> Any:
+        raise VerlServerError("It does not answer.")
+
+
+class Pushes:
+    """Stands for `RolloutServers`, and only notes what is pushed."""
+
+    urls = ("http://nowhere",)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.pushed: list[str] = []
+        self.adapters: list[Any] = [Unscored()]
+        self.ensured = 0
+
+    def push(self, _: Any, version: str) -> None:
+        self.pushed.append(version)
+
+    def ensure(self, _: Any) -> None:
+        self.ensured += 1
+        assert self.ensured < 1000, "the step waits forever"
+
+    def busy_seconds(self) -> dict[str, float]:
+        return {}
 
 
 class ScriptedGroups:

@@ -15,8 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.train.conftest import make_trajectory
-from tests.train.played_groups import OneServer, PlayedGroups, PolicyEngine, ScriptedGroups
-from verl_server.errors import VerlServerError
+from tests.train.played_groups import OneServer, PlayedGroups, PolicyEngine, Pushes, ScriptedGroups
 from verl_server.logprob_gap import GapAlarm, LogprobGapError
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import StepResult
@@ -136,36 +135,6 @@ def test_without_staleness_it_is_grpo_bit_for_bit(policy_folder: Path) -> None:
 
 
 # -- scripted ----------------------------------------------------------------------------------------------------------
-
-
-class Unscored:
-    """An adapter that does not score."""
-
-    url = "http://fake"
-
-    def generate(self, **_: Any) -> Any:
-        raise VerlServerError("It does not answer.")
-
-
-class Pushes:
-    """Stands for `RolloutServers`."""
-
-    urls = ("http://nowhere",)
-
-    def __init__(self) -> None:
-        self.pushed: list[str] = []
-        self.adapters: list[Any] = [Unscored()]
-        self.ensured = 0
-
-    def push(self, _: Any, version: str) -> None:
-        self.pushed.append(version)
-
-    def ensure(self, _: Any) -> None:
-        self.ensured += 1
-        assert self.ensured < 1000, "the step waits forever"
-
-    def busy_seconds(self) -> dict[str, float]:
-        return {}
 
 
 class Run:
