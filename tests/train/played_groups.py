@@ -19,7 +19,15 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import LoopThread
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.policy import load_policy
-from verl_server.train.rollouts.group_messages import CancelGroup, EpisodeEnded, FromPlayer, GroupEnded, StartGroup
+from verl_server.train.rollouts.group_messages import (
+    CancelGroup,
+    EpisodeEnded,
+    FromPlayer,
+    GroupBegan,
+    GroupEnded,
+    NowServed,
+    PlayGroup,
+)
 from verl_server.train.rollouts.group_player import GroupPlayer, GroupsOf
 
 
@@ -104,24 +112,27 @@ class PlayedGroups:
     is_agent = False
 
     def __init__(self, player: GroupsOf) -> None:
-        self.started: list[StartGroup] = []
+        self.started: list[PlayGroup] = []
         self.lines: list[bytes] = []
-        self._ended: queue.SimpleQueue[GroupEnded] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[GroupBegan | GroupEnded] = queue.SimpleQueue()
         self._thread = LoopThread("groups")
         self._groups = GroupPlayer(player, self._receive, "5f2c9a1e")
 
-    def start(self, group: StartGroup) -> None:
+    def serve(self, served: NowServed) -> None:
+        self._handle(served)
+
+    def play(self, group: PlayGroup) -> None:
         self.started.append(group)
         self._handle(group)
 
     def cancel(self, group: int) -> None:
         self._handle(CancelGroup(group=group))
 
-    def finished(self, timeout: float) -> list[GroupEnded]:
-        found: list[GroupEnded] = []
+    def news(self, timeout: float) -> list[GroupBegan | GroupEnded]:
+        found: list[GroupBegan | GroupEnded] = []
         try:
             while True:
-                found.append(self._ended.get(timeout=0 if found else timeout))
+                found.append(self._news.get(timeout=0 if found else timeout))
         except queue.Empty:
             return found
 
@@ -129,7 +140,7 @@ class PlayedGroups:
         self._thread.start(self._groups.close()).wait(10)
         self._thread.close()
 
-    def _handle(self, message: StartGroup | CancelGroup) -> None:
+    def _handle(self, message: NowServed | PlayGroup | CancelGroup) -> None:
         async def handle() -> None:
             self._groups.handle(message)
 
@@ -140,8 +151,8 @@ class PlayedGroups:
     def _receive(self, message: FromPlayer) -> None:
         if isinstance(message, EpisodeEnded):
             self.lines.append(message.line)
-        elif isinstance(message, GroupEnded):
-            self._ended.put(message)
+        elif isinstance(message, GroupBegan | GroupEnded):
+            self._news.put(message)
 
 
 class Unscored:
@@ -175,7 +186,7 @@ class Pushes:
 
 
 class ScriptedGroups:
-    """`Rollouts` that no environment plays: a call of `finished` ends the groups that `choose` returns."""
+    """`Rollouts` that no environment plays: a call of `news` ends the groups that `choose` returns."""
 
     environment_url = "http://nowhere"
     is_agent = False
@@ -186,26 +197,32 @@ class ScriptedGroups:
         self.served: Callable[[], str] = lambda: ""
         """Returns the label of the weights that sample the last token of a group that ends."""
         self.rewards: Callable[[int, int], float | None] = lambda group, member: float(member % 2)
-        self.playing: dict[int, tuple[StartGroup, str]] = {}
-        """Groups that play, each with the label of the weights when it started."""
+        self.playing: dict[int, tuple[PlayGroup, str]] = {}
+        """Groups that play, each with the label of the weights when it began."""
+        self._begun: list[GroupBegan | GroupEnded] = []
+        self._now = NowServed(version="", step=0)
         self.starts: list[int] = []
         self.cancelled: list[int] = []
 
-    def start(self, group: StartGroup) -> None:
-        assert group.group not in self.playing
+    def serve(self, served: NowServed) -> None:
+        self._now = served
+
+    def play(self, group: PlayGroup) -> None:
+        assert group.group not in self.playing and self._now.version == self.served()
         self.starts.append(group.group)
-        self.playing[group.group] = (group, self.served())
+        self.playing[group.group] = (group, self._now.version)
+        self._begun.append(GroupBegan(group=group.group, version=self._now.version, step=self._now.step))
 
     def cancel(self, group: int) -> None:
         self.cancelled.append(group)
         self.playing.pop(group, None)
 
-    def finished(self, timeout: float) -> list[GroupEnded]:
-        return [self._end(number) for number in list(self.choose(list(self.playing)))]
+    def news(self, timeout: float) -> list[GroupBegan | GroupEnded]:
+        begun, self._begun = self._begun, []
+        return begun + [self._end(number) for number in list(self.choose(list(self.playing)))]
 
     def _end(self, number: int) -> GroupEnded:
         group, began = self.playing.pop(number)
-        assert group.version == f">={began}"
         trajectories = [self._trajectory(task, began, number) for task in group.tasks]
         return GroupEnded(group=number, rollout=Rollout(trajectories=trajectories, seconds=0.1))
 
