@@ -30,8 +30,9 @@ from verl_server.train.rollouts.group_messages import (
     Alive,
     EpisodeEnded,
     GroupEnded,
+    NowServed,
     PlayerSetup,
-    StartGroup,
+    PlayGroup,
     decode_args,
     encode_args,
 )
@@ -70,16 +71,33 @@ def setup(policy_folder: Path, server_url: str, held_url: str) -> PlayerSetup:
     return PlayerSetup(args=encode_args(args), urls=[server_url], keys=[None], incarnation="5f2c9a1e")
 
 
-def start_of(group: int, version: str) -> StartGroup:
+def group_of(group: int) -> PlayGroup:
     tasks = [msgspec.structs.replace(task, group=group) for task in make_tasks(group, CONFIG, 0, 1)]
-    return StartGroup(group=group, step=7, tasks=tasks, version=version)
+    return PlayGroup(group=group, tasks=tasks)
+
+
+@contextlib.contextmanager
+def launched(setup: PlayerSetup, version: str, on_episode: Callable[[bytes], None]) -> Iterator[RolloutProcess]:
+    """A rollout process that plays with the weights `version`, in step 7."""
+    with contextlib.closing(RolloutProcess(setup, on_episode, environment_url="env")) as rollouts:
+        rollouts.serve(NowServed(version=version, step=7))
+        yield rollouts
+
+
+def finished(rollouts: RolloutProcess, timeout: float) -> list[GroupEnded]:
+    """Return the groups that end. Wait for the first, or until nothing is new for `timeout` seconds."""
+    while True:
+        found = rollouts.news(timeout)
+        ended = [group for group in found if isinstance(group, GroupEnded)]
+        if ended or not found or rollouts._has_ended:
+            return ended
 
 
 def collect(rollouts: RolloutProcess, count: int) -> dict[int, GroupEnded]:
     """Return `count` groups that end. Each call waits for at most `WAIT` seconds."""
     ended: dict[int, GroupEnded] = {}
     while len(ended) < count:
-        found = rollouts.finished(WAIT)
+        found = finished(rollouts, WAIT)
         assert found or rollouts._has_ended, f"only {sorted(ended)} have ended"
         assert not ended.keys() & {group.group for group in found}, "a group ended twice"
         ended |= {group.group: group for group in found}
@@ -88,18 +106,18 @@ def collect(rollouts: RolloutProcess, count: int) -> dict[int, GroupEnded]:
 
 def test_groups_play_while_another_one_waits(setup: PlayerSetup, version: str, gate: Path) -> None:
     lines: list[bytes] = []
-    with contextlib.closing(RolloutProcess(setup, lines.append, environment_url="env")) as rollouts:
-        assert rollouts.finished(0.0) == []
+    with launched(setup, version, lines.append) as rollouts:
+        assert finished(rollouts, 0.0) == []
         for group in (HELD, 0, 5):
-            rollouts.start(start_of(group, version))
+            rollouts.play(group_of(group))
         ended = collect(rollouts, 2)
-        assert sorted(ended) == [0, 5] and rollouts.finished(0.0) == []
+        assert sorted(ended) == [0, 5] and finished(rollouts, 0.0) == []
         gate.touch()
         ended |= collect(rollouts, 1)
     assert sorted(ended) == [0, HELD, 5]
     for number, group in ended.items():
         assert group.rollout is not None and group.error is None
-        assert [t.task for t in group.rollout.trajectories] == start_of(number, version).tasks
+        assert [t.task for t in group.rollout.trajectories] == group_of(number).tasks
         assert {v for t in group.rollout.trajectories for v in t.weight_versions if v} == {version}
     values = [json.loads(line) for line in lines]
     assert sorted(v["task"]["episode_id"] for v in values) == sorted(f"{g}-0-{m}" for g in ended for m in range(3))
@@ -110,17 +128,17 @@ def test_a_process_that_is_killed_is_launched_again_and_plays_its_groups_anew(
     setup: PlayerSetup, version: str, gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines: list[bytes] = []
-    with contextlib.closing(RolloutProcess(setup, lines.append)) as rollouts:
+    with launched(setup, version, lines.append) as rollouts:
         first = rollouts._child
         for group in (0, HELD, 1):
-            rollouts.start(start_of(group, version))
+            rollouts.play(group_of(group))
         assert sorted(collect(rollouts, 2)) == [0, 1]
         os.kill(first.pid, signal.SIGKILL)
         first.popen.wait(WAIT)
-        rollouts.start(start_of(3, version))  # nobody reads it
+        rollouts.play(group_of(3))  # nobody reads it
         gate.touch()
         assert sorted(collect(rollouts, 2)) == [HELD, 3]
-        assert rollouts._child is not first and rollouts.finished(0.0) == []
+        assert rollouts._child is not first and finished(rollouts, 0.0) == []
         assert not rollouts._playing
     assert "ended with signal SIGKILL. It is launched again, and plays 2 groups anew." in caplog.text
     assert len(lines) == 4 * CONFIG.group_size
@@ -129,15 +147,15 @@ def test_a_process_that_is_killed_is_launched_again_and_plays_its_groups_anew(
 def test_a_process_that_hangs_is_replaced(
     setup: PlayerSetup, version: str, gate: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(RolloutProcess(setup, lambda line: None)) as rollouts:
-        rollouts.start(start_of(HELD, version))
-        assert rollouts.finished(0.0) == []
+    with launched(setup, version, lambda line: None) as rollouts:
+        rollouts.play(group_of(HELD))
+        assert finished(rollouts, 0.0) == []
         first = rollouts._child
         os.kill(first.pid, signal.SIGSTOP)
         monkeypatch.setattr(rollout_process, "_SILENCE_SECONDS", 0.5)
         gate.touch()
         for _ in range(200):
-            rollouts.finished(0.1)
+            finished(rollouts, 0.1)
             if rollouts._has_ended:
                 break
         monkeypatch.setattr(rollout_process, "_SILENCE_SECONDS", WAIT)
@@ -147,13 +165,13 @@ def test_a_process_that_hangs_is_replaced(
 
 
 def test_a_group_that_is_cancelled_does_not_end(setup: PlayerSetup, version: str, gate: Path) -> None:
-    with contextlib.closing(RolloutProcess(setup, lambda line: None)) as rollouts:
-        rollouts.start(start_of(HELD, version))
-        rollouts.start(start_of(0, version))
+    with launched(setup, version, lambda line: None) as rollouts:
+        rollouts.play(group_of(HELD))
+        rollouts.play(group_of(0))
         rollouts.cancel(HELD)
         assert list(collect(rollouts, 1)) == [0]
         gate.touch()
-        rollouts.start(start_of(1, version))
+        rollouts.play(group_of(1))
         assert list(collect(rollouts, 1)) == [1]
         rollouts.cancel(77)  # was never started
 
@@ -245,16 +263,16 @@ def ended(group: int) -> GroupEnded:
 
 def test_a_process_that_is_killed_in_the_middle_of_a_message_is_launched_again(fakes: Any) -> None:
     rollouts = fakes()
-    rollouts.start(start_of(4, "v"))
+    rollouts.play(group_of(4))
     (first,) = FakeChild.made
     first.connection.recv_bytes()  # else the connection is reset
     first.raw.sendall(b"\x00\x00\x10\x00" + b"the first bytes of 4096")
     first.end()
-    assert rollouts.finished(WAIT) == [] and rollouts.finished(0.0) == []
+    assert finished(rollouts, WAIT) == [] and finished(rollouts, 0.0) == []
     second = FakeChild.made[1]
     assert b"4-0-0" in second.connection.recv_bytes()
     second.send(ended(4))
-    assert [group.group for group in rollouts.finished(WAIT)] == [4]
+    assert [group.group for group in finished(rollouts, WAIT)] == [4]
 
 
 def test_an_error_of_who_takes_the_episodes_ends_the_run(fakes: Any) -> None:
@@ -262,31 +280,31 @@ def test_an_error_of_who_takes_the_episodes_ends_the_run(fakes: Any) -> None:
         raise BrokenPipeError(f"cannot write {line!r}")
 
     rollouts = fakes(full)
-    rollouts.start(start_of(4, "v"))
+    rollouts.play(group_of(4))
     FakeChild.made[0].send(EpisodeEnded(line=b"x"))
     with pytest.raises(BrokenPipeError, match="cannot write b'x'"):
-        rollouts.finished(WAIT)
+        finished(rollouts, WAIT)
 
 
 def test_a_group_that_cannot_be_played_ends_the_run(fakes: Any) -> None:
     rollouts = fakes()
-    rollouts.start(start_of(4, "v"))
+    rollouts.play(group_of(4))
     FakeChild.made[0].send(GroupEnded(group=4, error="the reward is wrong"))
     with pytest.raises(RolloutProcessError, match="The episodes of group 4 could not be played: the reward is wrong"):
-        rollouts.finished(WAIT)
+        finished(rollouts, WAIT)
 
 
 def test_a_group_ends_once(fakes: Any) -> None:
     """A group that was cancelled, or has ended, does not end again."""
     rollouts = fakes()
     for group in (4, 5):
-        rollouts.start(start_of(group, "v"))
+        rollouts.play(group_of(group))
     rollouts.cancel(5)
     for group in (4, 4, 5):
         FakeChild.made[0].send(ended(group))
     FakeChild.made[0].send(GroupEnded(group=5, error="too late"))
     FakeChild.made[0].end()
-    assert [group.group for group in rollouts.finished(WAIT)] == [4]
+    assert [group.group for group in finished(rollouts, WAIT)] == [4]
 
 
 def test_a_process_that_ends_again_and_again_ends_the_run(fakes: Any) -> None:
@@ -294,32 +312,32 @@ def test_a_process_that_ends_again_and_again_ends_the_run(fakes: Any) -> None:
     for launch in range(rollout_process._MAX_RELAUNCHES + 1):
         assert len(FakeChild.made) == launch + 1
         FakeChild.made[-1].end()
-        assert rollouts.finished(WAIT) == []
+        assert finished(rollouts, WAIT) == []
         if launch < rollout_process._MAX_RELAUNCHES:
-            assert rollouts.finished(0.0) == []
+            assert finished(rollouts, 0.0) == []
     with pytest.raises(RolloutProcessError, match="It is not launched again: it ended 4 times") as failure:
-        rollouts.finished(0.0)
+        finished(rollouts, 0.0)
     assert "Last lines: oh no" in str(failure.value)
 
 
 def test_the_count_begins_again_when_a_group_finishes(fakes: Any) -> None:
     rollouts = fakes()
     for _ in range(2 * rollout_process._MAX_RELAUNCHES):
-        rollouts.start(start_of(4, "v"))
+        rollouts.play(group_of(4))
         FakeChild.made[-1].send(ended(4))
-        assert len(rollouts.finished(WAIT)) == 1
+        assert len(finished(rollouts, WAIT)) == 1
         FakeChild.made[-1].end()
-        assert rollouts.finished(WAIT) == rollouts.finished(0.0) == []
+        assert finished(rollouts, WAIT) == finished(rollouts, 0.0) == []
 
 
 def test_signs_of_life_keep_a_process(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = fakes()
     FakeChild.made[0].send(Alive())
     monkeypatch.setattr(rollout_process, "_SILENCE_SECONDS", WAIT)
-    assert rollouts.finished(0.0) == [] and not rollouts._has_ended
+    assert finished(rollouts, 0.0) == [] and not rollouts._has_ended
     monkeypatch.setattr(rollout_process, "_SILENCE_SECONDS", 0.0)
-    assert rollouts.finished(0.01) == [] and rollouts._has_ended
-    assert rollouts.finished(0.0) == [] and len(FakeChild.made) == 2
+    assert finished(rollouts, 0.01) == [] and rollouts._has_ended
+    assert finished(rollouts, 0.0) == [] and len(FakeChild.made) == 2
 
 
 def test_the_trainer_does_not_hang_when_nobody_reads(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +345,8 @@ def test_the_trainer_does_not_hang_when_nobody_reads(fakes: Any, monkeypatch: py
     rollouts = fakes()
     count = 0
     while not rollouts._has_ended:  # a connection holds some hundred KB
-        rollouts.start(start_of(count, "v" * 10_000))
+        tasks = [msgspec.structs.replace(task, episode_id="x" * 10_000) for task in group_of(count).tasks]
+        rollouts.play(PlayGroup(group=count, tasks=tasks))
         count += 1
         assert count < 1000
     FakeChild.made[0].connection.close()
@@ -343,5 +362,5 @@ def test_the_trainer_does_not_hang_when_nobody_reads(fakes: Any, monkeypatch: py
 
     monkeypatch.setattr(rollout_process, "ChildProcess", Reading)
     monkeypatch.setattr(rollout_process, "_SILENCE_SECONDS", WAIT)
-    assert rollouts.finished(0.0) == []
+    assert finished(rollouts, 0.0) == []
     assert len(rollouts._playing) == count and len(FakeChild.made) == 2
