@@ -150,7 +150,7 @@ class Demo:
     def __init__(self, args: DemoArgs, display: DemoDisplay) -> None:
         self.args = args
         self.display = display
-        self.config = replace(CONFIG, seed=args.seed)
+        self.config = replace(CONFIG, seed=args.seed, loss="tis" if args.asynchronous else CONFIG.loss)
         self.history: list[StepMetrics] = []
         self.started = time.monotonic()
 

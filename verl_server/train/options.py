@@ -251,6 +251,8 @@ class AsyncTrainArgs(TrainArgs):
     push_mode: Literal["in_place", "retract"] = "in_place"
     """Episodes that generate during a push keep their KV cache, or compute it again under the new weights."""
 
+    grpo: GRPOConfig = field(default_factory=lambda: GRPOConfig(loss="tis"))
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_staleness < 0:
