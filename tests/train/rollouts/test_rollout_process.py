@@ -320,6 +320,25 @@ def test_a_process_that_ends_again_and_again_ends_the_run(fakes: Any) -> None:
     assert "Last lines: oh no" in str(failure.value)
 
 
+def test_a_process_that_is_killed_while_it_starts_again_is_launched_once_more(
+    fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = fakes()
+    rollouts.play(group_of(4))
+    FakeChild.made[0].end()
+    assert finished(rollouts, WAIT) == []
+
+    class Killed(FakeChild):
+        def wait_ready(self, *_: Any) -> None:
+            raise ServerLaunchError("rollout exited with signal SIGKILL while starting")
+
+    monkeypatch.setattr(rollout_process, "ChildProcess", Killed)
+    assert finished(rollouts, 0.0) == []
+    monkeypatch.setattr(rollout_process, "ChildProcess", FakeChild)
+    assert finished(rollouts, 0.0) == [] and len(FakeChild.made) == 3
+    assert b"4-0-0" in FakeChild.made[2].connection.recv_bytes()
+
+
 def test_the_count_begins_again_when_a_group_finishes(fakes: Any) -> None:
     rollouts = fakes()
     for _ in range(2 * rollout_process._MAX_RELAUNCHES):
