@@ -278,6 +278,7 @@ def test_a_step_whose_optimizer_steps_were_all_skipped_is_done(
     later = run.steps(2)
     assert [s.metrics.weight_version for s in later] == [f"0@{INCARNATION}", f"1@{INCARNATION}"]
     assert sorted(fate.group for fate in run.fates) == list(range(9))
+    assert {fate.fate for fate in run.fates if fate.step == 0} == {"skipped"}
 
 
 def test_a_stop_is_obeyed_also_when_a_batch_is_ready(policy_folder: Path) -> None:

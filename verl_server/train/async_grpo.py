@@ -187,18 +187,20 @@ class AsyncGRPO:
         metrics.age, metrics.age_max = batch.ages.mean, batch.ages.largest
         metrics.ages, metrics.version_spans, metrics.idle = batch.ages.ages, batch.ages.spans, batch.idle
         metrics.dropped_groups = batch.dropped
+        is_trained = False
         if metrics.skipped is not None:
             self.next_step += 1
         else:
             learned = self.trainer.update(batch.samples, step)
+            is_trained = learned.optimizer_steps > 0
             self.next_step += 1
-            self.version += int(learned.optimizer_steps > 0)
+            self.version += int(is_trained)
             trained = time.monotonic()
             note_learned(metrics, learned, self.trainer.scaling.scale, trained - start)
-            if learned.optimizer_steps:
+            if is_trained:
                 self.push()
                 metrics.sync_seconds = time.monotonic() - trained
-        self._end(batch, metrics.skipped)
+        self._end(batch, "trained" if is_trained else "skipped")
         failures = batch.report.failures + batch.report.replaced
         records = self.trainer.trained.take(step, str(version))
         return Step(metrics, batch.rollout, failures, records, is_recorded=True)
@@ -326,13 +328,13 @@ class AsyncGRPO:
             replaced=[trajectory for result in results for trajectory in result.replaced],
         )
 
-    def _end(self, batch: _Batch, skipped: str | None) -> None:
+    def _end(self, batch: _Batch, fate: GroupFate) -> None:
         """Note on rank 0 that the groups of a step are done, and start others."""
         if self._rollouts is None:
             return
         self._buffer.done(batch.groups)
         for group in batch.groups:
-            self._note_fate(group, "skipped" if skipped else "trained", self.next_step - 1)
+            self._note_fate(group, fate, self.next_step - 1)
         # An error of the rollouts is raised by the next step, on all ranks: this one is complete, and must be recorded.
         self._start_groups()
 

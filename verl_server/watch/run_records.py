@@ -198,8 +198,8 @@ class StepEnded(RunEvent, tag_field="kind", tag="step_ended"):
 
 
 GroupFate = Literal["trained", "skipped", "dropped"]
-"""What became of a group of an asynchronous run: a step trained it; a step used it and had nothing to train on; it was
-too old and was left out. A group without a fate was playing or waiting when the run ended, and a resumed run plays it
+"""What became of a group of an asynchronous run: a step trained it; a step used it and the weights stayed; it was too
+old and was left out. A group without a fate was playing or waiting when the run ended, and a resumed run plays it
 again."""
 
 
@@ -209,7 +209,7 @@ class GroupDone(RunEvent, tag_field="kind", tag="group_done"):
     group: int
     """Number of the group in the run, `task.group` of its episodes."""
     fate: GroupFate
-    """trained, skipped (a step used it, and had nothing to train on) or dropped (it became too old)."""
+    """trained, skipped (a step used it, and the weights stayed) or dropped (it became too old)."""
     step: int
     """Step that used the group, or at which it was dropped."""
     start_step: int
