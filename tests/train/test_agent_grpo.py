@@ -16,7 +16,7 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask
 from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
-from verl_server.train import agent_groups
+from verl_server.train import agent_groups, async_grpo
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.grpo import group_advantages, main
 from verl_server.train.metrics import report_rollout
@@ -184,6 +184,30 @@ def test_a_run_with_the_openai_sdk_trains_on_every_branch(
     shown = capfd.readouterr()
     assert len(key) > 30 and key not in shown.out + shown.err
     assert not any(key.encode() in file.read_bytes() for file in out.rglob("*.json*"))
+
+
+@pytest.mark.timeout(240)
+def test_an_agent_plays_an_asynchronous_run(
+    chat_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Several groups play at one time, each with sessions of its own, and go on over pushes."""
+    out = tmp_path / "run"
+    command = ["--model-path", str(chat_folder), "--out", str(out), "--steps", "4", *FAST, "--max-turns", "6"]
+    command += ["--grpo.groups", "2", "--grpo.group-size", "4", "--max-staleness", "2"]
+    game = {"numbers": 3, "guesses": 3, "latency": 0.02}
+    with EnvServer("verl_server.rollout.environments.games:GuessNumber", kwargs=game) as server:
+        command += ["--agent", f"{__file__}:guess_with_two_branches", "--env-url", server.url]
+        command += ["--reward", f"{__file__}:share_of_even"]
+        assert async_grpo.main(command) == 0, capfd.readouterr().err
+    metrics = lines(out / "metrics.jsonl")
+    assert [(m["trajectories"], m["failed"], m["skipped"]) for m in metrics] == [(8, 0, None)] * 4
+    assert all(m["logprob_gap"] < 1e-4 and m["age_max"] <= 2 for m in metrics)
+    fates = [event for event in lines(out / "events.jsonl") if event["kind"] == "group_done"]
+    assert sorted(event["group"] for event in fates) == list(range(8))
+    kept, trained = lines(out / "trajectories-rank0.jsonl"), lines(out / "trained-rank0.jsonl")
+    assert len(kept) == 2 * 4 * 8  # two branches of each episode
+    names = {(t["step"], t["task"]["group"], t["member"], t["session"], t["branch"]) for t in kept}
+    assert {(t["sampled_step"], t["group"], t["member"], t["session"], t["branch"]) for t in trained} <= names
 
 
 def test_a_program_plays_lines_of_a_file_in_turn(tmp_path: Path) -> None:
