@@ -27,7 +27,7 @@ import torch
 import tyro
 from transformers import AutoTokenizer
 
-from benchmarks.async_waits import GUESSES, NUMBERS, HeldOut
+from benchmarks.async_waits import GUESSES, NUMBERS, HeldOut, sample
 from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
@@ -156,19 +156,6 @@ class Game:
     def _observe(self, trajectory: Trajectory, observation: dict[str, Any]) -> None:
         last = trajectory.tokens[-1] if trajectory.tokens else None
         trajectory.append_observation(observation, self._renderer.observation_tokens(observation, last))
-
-
-@torch.no_grad()
-def sample(policy: Policy, rows: Sequence[list[int]], draws: torch.Generator) -> list[tuple[int, float]]:
-    """Return (a sampled token, its log-probability) behind each row."""
-    lengths = torch.tensor([len(row) for row in rows])
-    padded = torch.zeros((len(rows), int(lengths.max())), dtype=torch.long)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor(row)
-    logits = policy.language_model(input_ids=padded, use_cache=False).logits
-    logprobs = logits[torch.arange(len(rows)), lengths - 1].float().log_softmax(-1)
-    tokens = torch.multinomial(logprobs.exp(), 1, generator=draws)
-    return list(zip(tokens.squeeze(1).tolist(), logprobs.gather(1, tokens).squeeze(1).tolist(), strict=True))
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:

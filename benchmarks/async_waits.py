@@ -125,7 +125,7 @@ class Played(msgspec.Struct):
 
 @dataclass
 class Record:
-    """What a run leaves. Only lists grow while it trains."""
+    """The measurements of a run. While it trains, they only grow lists."""
 
     weights: list[tuple[int, float, list[torch.Tensor]]] = field(default_factory=list)
     """(steps that were trained, seconds since training began, copy of the parameters)."""
@@ -133,7 +133,7 @@ class Record:
     used: set[str] = field(default_factory=set)
     """Ids of the episodes that a step used."""
     in_loss: set[str] = field(default_factory=set)
-    """Those of them in groups whose rewards differ."""
+    """The used episodes in groups whose rewards differ."""
     lines: list[bytes] = field(default_factory=list)
     """Lines of episodes that ended, asynchronous."""
     played: list[Played] = field(default_factory=list)
@@ -316,9 +316,9 @@ class HeldOut:
         tokens = [self._renderer.observation_tokens(observation, None) for observation in observations]
         playing, won = list(range(len(games))), 0
         while playing:
-            next_tokens = _sample(policy, [tokens[i] for i in playing], draws)
+            sampled = sample(policy, [tokens[i] for i in playing], draws)
             still = []
-            for i, token in zip(playing, next_tokens, strict=True):
+            for i, (token, _) in zip(playing, sampled, strict=True):
                 action = self._renderer.action([token], tokens[i])
                 observation, reward, done = await games[i].step(action)
                 won += reward > 0
@@ -330,16 +330,16 @@ class HeldOut:
 
 
 @torch.no_grad()
-def _sample(policy: Policy, rows: Sequence[list[int]], draws: torch.Generator) -> list[int]:
-    """Return one sampled token behind each row."""
+def sample(policy: Policy, rows: Sequence[list[int]], draws: torch.Generator) -> list[tuple[int, float]]:
+    """Return (a sampled token, its log-probability) behind each row."""
     lengths = torch.tensor([len(row) for row in rows])
     padded = torch.zeros((len(rows), int(lengths.max())), dtype=torch.long)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = torch.tensor(row)
     logits = policy.language_model(input_ids=padded, use_cache=False).logits
-    probabilities = logits[torch.arange(len(rows)), lengths - 1].float().softmax(-1)
-    sampled: list[int] = torch.multinomial(probabilities, 1, generator=draws).squeeze(1).tolist()
-    return sampled
+    logprobs = logits[torch.arange(len(rows)), lengths - 1].float().log_softmax(-1)
+    tokens = torch.multinomial(logprobs.exp(), 1, generator=draws)
+    return list(zip(tokens.squeeze(1).tolist(), logprobs.gather(1, tokens).squeeze(1).tolist(), strict=True))
 
 
 def evaluate(args: Run, record: Record, policy: Policy, folder: Path) -> list[tuple[float, int, float]]:

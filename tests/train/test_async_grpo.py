@@ -292,6 +292,25 @@ def test_a_stop_is_obeyed_also_when_a_batch_is_ready(policy_folder: Path) -> Non
         assert run.algorithm.progress().next_step == 0 and not run.fates
 
 
+def test_a_long_wait_is_told(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(async_grpo, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(async_grpo, "_TELL_SECONDS", 0.0)
+    looks: list[int] = []
+
+    def choose(playing: list[int]) -> list[int]:
+        looks.append(1)
+        return playing[:1] if len(looks) == 1 else playing if len(looks) > 3 else []
+
+    run = Run(policy_folder, ScriptedGroups(choose))
+    run.begin()
+    assert run.step().metrics.skipped is None
+    told = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+    assert told and all(text.startswith("Step 0 has waited 0 s for enough groups to finish. 1 groups") for text in told)
+    assert "play, 0 wait for a place" in told[0] and "--trajectory-timeout" in told[0]
+
+
 def test_an_error_of_the_rollouts_comes_after_the_step_that_is_complete(policy_folder: Path) -> None:
     rollouts = ScriptedGroups()
     run = Run(policy_folder, rollouts)

@@ -19,6 +19,7 @@ and the optimizer steps (`PolicyTrainer`). To change the algorithm, copy this fi
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections import defaultdict
@@ -43,7 +44,7 @@ from verl_server.train.grpo import PolicyTrainer, group_advantages, make_tasks
 from verl_server.train.metrics import RolloutReport, describe_rollout, note_learned, report_rollout
 from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.ranks import SaveGroup
-from verl_server.train.rollouts.group_buffer import Group, GroupBuffer
+from verl_server.train.rollouts.group_buffer import Group, GroupBuffer, Wait
 from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, NowServed, PlayGroup
 from verl_server.train.rollouts.rollout_process import open_rollouts
 from verl_server.train.run import RunParts, Step
@@ -54,6 +55,10 @@ from verl_server.train.stopping import RunStoppedError, StopRequest
 from verl_server.watch.run_records import GroupDone, GroupFate, RunEvent
 from verl_server.weight_version import WeightVersion, new_incarnation
 
+logger = logging.getLogger(__name__)
+
+_TELL_SECONDS = 60.0
+"""Seconds of a wait after which it is logged."""
 _LOOK_SECONDS = 1.0
 """Seconds for which rank 0 waits for episodes before all ranks look at the servers."""
 
@@ -83,7 +88,7 @@ class Rollouts(Protocol):
 
 
 class _Share(msgspec.Struct, kw_only=True):
-    """What rank 0 sends to a rank for a step."""
+    """The part of a step that rank 0 sends to another rank."""
 
     report: RolloutReport
     samples: list[tuple[Trajectory, float, int | None]]
@@ -159,6 +164,8 @@ class AsyncGRPO:
         self._used: tuple[int, list[int]] = (-1, [])
         """(step, numbers of its groups) of the step that runs or ran last."""
         self._waits: dict[str, float] = defaultdict(float)
+        self._told: float = 0
+        """Seconds of the present wait after which it was logged last."""
         self._dropped = 0
         self._served: NowServed | None = None
         self._busy: dict[str, float] = {}
@@ -247,6 +254,7 @@ class AsyncGRPO:
         while isinstance(groups := self._buffer.batch(version), str):
             start = time.monotonic()
             if start >= deadline:
+                self._tell_of_long_wait(groups)
                 return None
             self._collect(deadline - start)
             self._waits[groups] += time.monotonic() - start
@@ -258,12 +266,25 @@ class AsyncGRPO:
         self._last_batch = now
         ages = describe_ages([result.trajectories for result in results], self.weight_version)
         waits = dict(self._waits)
-        idle = {"trainer": sum(waits.values()) / report.seconds} | self._idle_servers(report.seconds)
+        seconds = max(report.seconds, 1e-9)
+        idle = {"trainer": sum(waits.values()) / seconds} | self._idle_servers(seconds)
         self._batch = _Batch(report, shares[0], groups, ages, waits, idle, self._dropped)
         self._used = (self.next_step, [group.number for group in groups])
         self._waits.clear()
-        self._dropped = 0
+        self._told = self._dropped = 0
         return [b"", *(_encoded(report, share) for share in shares[1:])]
+
+    def _tell_of_long_wait(self, cause: Wait) -> None:
+        """Log every `_TELL_SECONDS` of a wait what the step waits for, so that a slow run does not look like a hang."""
+        waited = sum(self._waits.values())
+        if waited < self._told + _TELL_SECONDS:
+            return
+        self._told = waited
+        what = "enough groups to finish" if cause == "episodes" else "a group that would become too old"
+        logger.warning(
+            "Step %d has waited %.0f s for %s. %s. An episode ends by its limits (--trajectory-timeout).",
+            *(self.next_step, waited, what, self._buffer.describe()),
+        )
 
     def _idle_servers(self, seconds: float) -> dict[str, float]:
         """Return {"servers": mean share of the last `seconds` in which a server had no request}, {} if none tells."""

@@ -1,4 +1,4 @@
-"""Who plays a run's episodes: the built-in loop (`AgentLoop`), or the user's agent (`AgentGroups`).
+"""The player of a run's episodes: the built-in loop (`AgentLoop`), or the user's agent (`AgentGroups`).
 
 `grpo` opens a player on each rank, the rollout process of `async_grpo` opens one for all of them.
 """

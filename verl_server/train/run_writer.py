@@ -66,7 +66,7 @@ class RunWriter:
         segment_bytes = min(SEGMENT_BYTES, max(1, self._kept_bytes // _SEGMENTS))
         self._trajectories = Segments(folder / f"trajectories-rank{rank}.jsonl", segment_bytes)
         self._trained = Segments(folder / f"trained-rank{rank}.jsonl", segment_bytes)
-        # Those of an earlier start with more ranks are bounded, too: no rank writes them now.
+        # Files of an earlier start with more ranks are bounded, too, because no rank writes them now.
         own = [path for kind in _BOUNDED for path in rank_paths(folder, kind) if _rank_of(path) % ranks == rank]
         self._bounded = list(dict.fromkeys([self._trajectories.path, self._trained.path, *own]))
         self._size = sum(file.stat().st_size for path in self._bounded for file in segment_files(path))

@@ -198,7 +198,7 @@ class StepEnded(RunEvent, tag_field="kind", tag="step_ended"):
 
 
 GroupFate = Literal["trained", "skipped", "dropped"]
-"""What became of a group of an asynchronous run: a step trained it; a step used it and the weights stayed; it was too
+"""The fate of a group of an asynchronous run: a step trained it; a step used it and the weights stayed; it was too
 old and was left out. A group without a fate was playing or waiting when the run ended, and a resumed run plays it
 again."""
 

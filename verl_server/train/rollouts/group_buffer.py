@@ -26,7 +26,7 @@ from typing import Generic, Literal, TypeVar
 T = TypeVar("T")
 
 Wait = Literal["episodes", "deadline"]
-"""What a step waits for: groups that finish at all, or a group that must be in this step."""
+"""The cause of a wait: too few groups have finished, or one that has not finished must be in this step."""
 
 
 @dataclass(eq=False)
@@ -110,6 +110,14 @@ class GroupBuffer(Generic[T]):
         stale = [group for group in self._in_order() if self._drops and self._due(group) < version]
         self.done(stale)
         return stale
+
+    def describe(self) -> str:
+        """Return how many groups have finished, play, and have not begun, as text."""
+        groups = self._started.values()
+        finished = sum(group.result is not None for group in groups)
+        playing = sum(group.result is None and group.start is not None for group in groups)
+        waiting = len(groups) - finished - playing
+        return f"{finished} groups have finished, {playing} play, {waiting} wait for a place"
 
     def _in_order(self) -> list[Group[T]]:
         return sorted(self._started.values(), key=lambda group: (self._due(group), group.number))

@@ -141,11 +141,13 @@ class GroupPlayer:
         self, group: PlayGroup, record: Callable[[Trajectory], None], demand: str, places: GroupPlaces
     ) -> Rollout:
         """Play a group. While no server can begin it, wait: the trainer brings one back, or ends the run."""
+        level = logging.WARNING
         while True:
             try:
                 return await self._player.arun(group.tasks, record, version=demand, slots=places)
             except (ServerUnavailableError, ServerDiedError, ServerRestartedError) as error:
-                logger.debug("Group %d begins again: %s", group.group, error)
+                logger.log(level, "Group %d waits for a server and begins again: %s", group.group, error)
+            level = logging.DEBUG  # once for each group
             await asyncio.sleep(_RETRY_PAUSE)
 
     async def close(self) -> None:
