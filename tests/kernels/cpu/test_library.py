@@ -52,6 +52,15 @@ def test_a_library_for_another_processor_has_a_name_of_its_own(compiler: Path, t
     assert names == {path.stem for path in (tmp_path / "cache" / "verl-server").iterdir()} and len(names) == 2
 
 
+def test_the_macros_are_those_of_an_empty_source(compiler: Path, tmp_path: Path) -> None:
+    # Not of a file that others may write to, as they do to /dev/null in containers where it is a regular file.
+    script = compiler.read_text()
+    compiler.write_text(script.replace("*) echo", f"*) wc -c > {tmp_path}/read; echo"))
+    load_library()
+    assert (tmp_path / "calls").read_text().splitlines()[0].endswith(" -x c++ -")
+    assert (tmp_path / "read").read_text().strip() == "0"
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(KernelsUnavailableError, match=r"CXX='/nowhere/g\+\+' was not found\. Install one"):

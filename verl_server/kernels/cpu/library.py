@@ -52,7 +52,7 @@ def load_library(arch: str = "native") -> Library:
         sources = sorted(Path(__file__).parent.glob("*.cpp"))
         content = b"".join(path.read_bytes() for path in sorted([*sources, *Path(__file__).parent.glob("*.h")]))
         # The predefined macros contain the compiler's version and the features of the processor.
-        macros = _run([*compiler, f"-march={arch}", "-E", "-dM", "-x", "c++", os.devnull])
+        macros = _run([*compiler, f"-march={arch}", "-E", "-dM", "-x", "c++", "-"])
         digest = hashlib.sha256(b"\0".join([content, shlex.join([*compiler, *flags]).encode(), macros])).hexdigest()
         name, command = f"cpu-kernels-{digest[:32]}", [*compiler, *flags, *map(str, sources), "-o"]
         return _from_cache(name, command) or _without_cache(name, command)
@@ -109,7 +109,8 @@ def _without_cache(name: str, command: list[str]) -> Library:
 
 def _run(command: list[str]) -> bytes:
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_COMPILE_SECONDS, stdin=subprocess.DEVNULL)
+        # In some containers /dev/null is a regular file, which may contain what others wrote there.
+        done = subprocess.run(command, capture_output=True, timeout=_COMPILE_SECONDS, input=b"")
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailableError(f"{command[0]} could not be run: {error}.") from error
     if done.returncode:
