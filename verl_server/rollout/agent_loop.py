@@ -174,12 +174,13 @@ class AgentLoop:
         left = Replacements(self._replacements)
         replaced: list[Trajectory] = []
 
-        async def is_replaced(trajectory: Trajectory) -> bool:
+        async def is_replaced(episode: Episode) -> bool:
             """Return True if another episode takes the place of this one, which has ended. Wait before it begins."""
+            trajectory = episode.trajectory
             group = trajectory.task.group
             if trajectory.fault is not Fault.INFRASTRUCTURE or not left.has_left(group):
                 return False
-            await asyncio.sleep(pause_before(trajectory.attempt + 1))
+            await asyncio.sleep(pause_before(trajectory.attempt + 1, episode.environment_away))
             return not watch.has_cut and left.take(group)
 
         async def attempt(task: Task, number: int, since: float) -> tuple[Trajectory, bool]:
@@ -190,7 +191,7 @@ class AgentLoop:
                 trajectory = await episode.play(server)
                 server.close_session(episode.session_id)
                 self._ended(trajectory, on_finish)
-                if another := await is_replaced(trajectory):
+                if another := await is_replaced(episode):
                     watch.expect_replacement()
             return trajectory, another
 

@@ -4,6 +4,10 @@
 OpenEnv's protocol: a WebSocket at `/ws` that carries `reset`, `step`, `state` and `close`. An environment lives as long
 as its connection, which belongs to one `Episode`. Every wait has a bound. Every fault of the environment or its server
 is an `EnvError`, which ends one trajectory.
+
+A server that is away is tried again until an episode has begun: as long as `reset` was not sent, nothing can have
+happened. What was sent is never sent again. The server may have played it before the connection broke, and its answer,
+the observation that the policy would have read, is lost with the environment.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import asyncio
 import contextlib
 import math
 import os
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -22,8 +27,10 @@ import httpx
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI, WebSocketException
+from websockets.protocol import State
 
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.rollout.away import Tries
 
 T = TypeVar("T")
 
@@ -54,6 +61,14 @@ class EnvError(VerlServerError):
 
 class EnvTimeoutError(EnvError, TimeoutError):
     """The environment did not answer in time."""
+
+
+class EnvAwayError(EnvError):
+    """The server could not be reached within the time for connecting. Nothing was sent to it."""
+
+
+class _UnsentError(EnvError):
+    """The server closed the connection before a message was sent."""
 
 
 class EnvBusyError(EnvError):
@@ -112,7 +127,8 @@ class EnvTimeouts:
     """Times for one environment, in seconds. An episode that exceeds one of them ends without a reward."""
 
     connect: float = 10.0
-    """Time for opening the connection."""
+    """Time for opening the connection. A server that is away (it refuses or drops the connection, or a proxy answers
+    502, 503 or 504) is tried again, with growing pauses, until this time is over."""
     capacity: float = 60.0
     """Time for which the connection to a full server is tried again."""
     reset: float = 60.0
@@ -137,24 +153,41 @@ def check_seconds(owner: str, values: object, names: Iterable[str]) -> None:
 class RemoteEnvironment:
     """One connection to an OpenEnv server, for one asyncio task. Use it with `async with`."""
 
-    def __init__(self, url: str, timeouts: EnvTimeouts | None = None, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeouts: EnvTimeouts | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        is_patient: bool = True,
+    ) -> None:
+        """`headers` are sent beside the key. If it is not patient, a server that is away is an error at once."""
         self.url = websocket_url(url)
         self._timeouts = timeouts or EnvTimeouts()
+        self._is_patient = is_patient
         self._headers = key_headers() | dict(headers or {})
         self._socket: ClientConnection | None = None
 
     async def reset(self, seed: int | None = None, **options: Any) -> StepResult:
-        """Connect if there is no connection, and start an episode.
+        """Connect if there is no open connection, and start an episode.
 
-        Raise EnvBusyError if the server is full for longer than `timeouts.capacity`.
+        Raise EnvAwayError if the server is away for longer than `timeouts.connect`, and EnvBusyError if it is full for
+        longer than `timeouts.capacity`.
         """
         data = {"seed": seed} | options if seed is not None else options
+        tries = Tries(self._timeouts.connect)
         deadline = time.monotonic() + self._timeouts.capacity
         pause = 0.02
+        if self._socket is not None and self._socket.state is not State.OPEN:
+            await self.close()  # lost since the last episode
         while True:
             try:
                 await self._connect()
                 return await self._ask({"type": "reset", "data": data}, "reset")
+            except _UnsentError as error:
+                await self.close()
+                if not await tries.again(error):
+                    raise self._away(tries) from error
             except EnvBusyError as error:
                 await self.close()
                 if time.monotonic() + pause > deadline:
@@ -196,20 +229,39 @@ class RemoteEnvironment:
     async def _connect(self) -> None:
         if self._socket is not None:
             return
+        tries = Tries(self._timeouts.connect)
 
         async def open_socket() -> ClientConnection:
-            return await connect(
-                self.url,
-                additional_headers=self._headers,
-                open_timeout=None,
-                close_timeout=self._timeouts.close,
-                max_size=MAX_MESSAGE_BYTES,
-                compression=None,
-                ping_interval=None,  # an environment that computes for minutes may not answer pings
-                proxy=None if _is_local(self.url) else True,
-            )
+            while True:
+                try:
+                    return await connect(
+                        self.url,
+                        additional_headers=self._headers,
+                        open_timeout=None,
+                        close_timeout=self._timeouts.close,
+                        max_size=MAX_MESSAGE_BYTES,
+                        compression=None,
+                        ping_interval=None,  # an environment that computes for minutes may not answer pings
+                        proxy=None if _is_local(self.url) else True,
+                    )
+                except Exception as error:
+                    if not (self._is_patient and _is_away(error)):
+                        raise
+                    if not await tries.again(error):
+                        raise self._away(tries) from error
 
-        self._socket = await self._bounded(open_socket, "connect", "accept a connection")
+        try:
+            self._socket = await self._bounded(open_socket, "connect", "accept a connection")
+        except EnvTimeoutError:
+            if tries.error is None:
+                raise
+            raise self._away(tries) from tries.error  # the bound was over during another try
+
+    def _away(self, tries: Tries) -> EnvAwayError:
+        return EnvAwayError(
+            f"{self.url} did not accept a connection within {self._timeouts.connect:.3g} s (EnvTimeouts.connect), "
+            f"tried {tries.failed} times: {tries.error!r}"
+        )
 
     async def _ask(self, message: dict[str, Any], bound: str) -> StepResult:
         return _step_result(await self._exchange(message, "observation", bound), self.url)
@@ -224,9 +276,15 @@ class RemoteEnvironment:
             raise EnvError(f"{self.url}: the connection is not open; call reset() first.")
 
         async def exchange() -> str | bytes:
+            is_closed = socket.state is not State.OPEN  # then `send` raises, and sends nothing
             with contextlib.suppress(ConnectionClosed):  # recv returns what was sent before, or raises
                 await socket.send(orjson.dumps(message).decode())
-            return await socket.recv()
+            try:
+                return await socket.recv()
+            except ConnectionClosed as error:
+                if not is_closed:
+                    raise
+                raise _UnsentError(f"{self.url} closed the connection before `{message['type']}`: {error!r}") from error
 
         raw = await self._bounded(exchange, bound, f"answer `{message['type']}`")
         return _payload(raw, answer, self.url, message["type"])
@@ -245,6 +303,17 @@ class RemoteEnvironment:
         except (OSError, WebSocketException, InvalidHandshake, InvalidURI, EOFError, ValueError) as error:
             # ValueError: the server redirects to an address that is no URL.
             raise EnvError(f"{self.url} did not {what}: {error!r}") from error
+
+
+def _is_away(error: Exception) -> bool:
+    """Return True if `error`, of an attempt to open a WebSocket, means that the server may be back in a moment."""
+    if isinstance(error, InvalidStatus):
+        return error.response.status_code in (502, 503, 504)  # a proxy, whose server is away
+    if isinstance(error, InvalidHandshake):
+        return isinstance(error.__cause__, EOFError | OSError)  # the connection ended before the answer
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return False
+    return isinstance(error, OSError | EOFError | ConnectionClosed)  # uvloop: ConnectionClosed before the request
 
 
 def websocket_url(url: str) -> str:

@@ -32,7 +32,7 @@ def check_environment(
 
 async def _check(url: str, renderer: Renderer | None, timeouts: EnvTimeouts, option: str, bounds: str) -> None:
     try:
-        environment = RemoteEnvironment(url, timeouts)
+        environment = RemoteEnvironment(url, timeouts, is_patient=False)  # a wrong URL is refused, too
     except BadRequestError as error:
         raise BadRequestError(f"{option}: {error}") from None
     async with environment:

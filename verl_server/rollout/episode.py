@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError, VerlServerError
 from verl_server.rollout.environment import Action, EnvError, EnvTimeouts, StepResult, check_seconds
-from verl_server.rollout.environment_ends import end_of
+from verl_server.rollout.environment_ends import end_of, is_away
 from verl_server.rollout.renderer import ActionError, Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 from verl_server.sampling_params import EDITS, FILTERS, GRAMMARS
@@ -109,6 +109,8 @@ class Episode:
         self.trajectory = Trajectory(task=task, member=task.member)
         self.session_id = secrets.token_hex(16)
         """Random name of this attempt at the task. Each generation has it: the server knows the turns of an episode."""
+        self.environment_away = False
+        """True if the episode ended because its environment could not be reached."""
         self._environment = environment
         self._renderer = renderer
         self._sampling_params = sampling_params
@@ -301,6 +303,7 @@ class Episode:
         try:
             yield
         except EnvError as error:
+            self.environment_away = is_away(error)
             self.trajectory.finish(end_of(error), str(error))
 
 

@@ -10,8 +10,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 
-_PAUSE = 0.05
-"""Seconds before the first replacement of an episode; each further one waits twice as long."""
+_PAUSE, _AWAY_PAUSE = 0.05, 1.0
+"""Seconds before the first replacement of an episode; each further one waits twice as long. The second is for episodes
+that could not reach their environment: a group must not spend its replacements while a server is started again."""
 _LONGEST_PAUSE = 5.0
 
 
@@ -40,9 +41,12 @@ class Replacements:
         return True
 
 
-def pause_before(attempt: int) -> float:
-    """Return the seconds to wait before an attempt, whose number is at least 1."""
-    return min(_LONGEST_PAUSE, _PAUSE * 2.0 ** (attempt - 1))
+def pause_before(attempt: int, environment_away: bool) -> float:
+    """Return the seconds to wait before an attempt, whose number is at least 1.
+
+    `environment_away`: the attempt before could not reach its environment.
+    """
+    return min(_LONGEST_PAUSE, (_AWAY_PAUSE if environment_away else _PAUSE) * 2.0 ** (attempt - 1))
 
 
 def attempt_seed(seed: int, attempt: int) -> int:

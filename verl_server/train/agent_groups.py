@@ -66,7 +66,7 @@ class AgentGroups:
             max_context=limits.max_tokens,
             seconds=limits.trajectory_timeout,
             idle_seconds=limits.generate_timeout,
-            environment_seconds=max(limits.env.reset, limits.env.step),
+            environment_seconds=_call_seconds(args),
             # A function's episodes wait for the trainer, who brings servers back, as long as an episode may last.
             restart_timeout=limits.trajectory_timeout if callable(self._agent) else limits.restart_timeout,
         )
@@ -191,6 +191,12 @@ class AgentGroups:
     def _agent_task(self, seed: int) -> AgentTask:
         """Return the task of a group. The seeds of groups count up, so that groups take the lines of a file in turn."""
         return AgentTask(seed=seed) if self._tasks is None else self._tasks[seed % len(self._tasks)]
+
+
+def _call_seconds(args: TrainArgs) -> float:
+    """Return the bound of one call. It is no shorter than the bounds of the environment server's client together."""
+    env = args.limits.env
+    return max(env.reset + (env.connect + env.capacity if args.env_url is not None else 0.0), env.step)
 
 
 def _environment(args: TrainArgs) -> EnvironmentFactory | None:

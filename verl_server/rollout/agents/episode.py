@@ -37,7 +37,7 @@ from verl_server.rollout.agents.types import (
     EnvironmentFactory,
 )
 from verl_server.rollout.environment import EnvError
-from verl_server.rollout.environment_ends import end_of
+from verl_server.rollout.environment_ends import end_of, is_away
 from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.launched import Exit
 from verl_server.rollout.trajectory import StopReason
@@ -65,6 +65,7 @@ class End(Exception):
     result: Any = None
     exit_code: int | None = None
     output: str = ""
+    environment_away: bool = False
 
 
 @dataclass
@@ -137,7 +138,8 @@ class AgentPlayer:
         try:
             environment = make(episode.task)
         except Exception as error:
-            raise End(StopReason.ENV_ERROR, f"The environment was not made: {error}") from error
+            text = f"The environment was not made: {error}"
+            raise End(StopReason.ENV_ERROR, text, environment_away=is_away(error)) from error
         referee = Referee(environment, self.limits.environment_seconds, self.clock)
         try:
             await referee.reset(episode.task.seed)
@@ -340,6 +342,7 @@ class AgentPlayer:
 def _note(episode: AgentEpisode, end: End) -> None:
     episode.reason, episode.error = end.reason, None if end.error is None else _encodable(end.error)
     episode.result, episode.exit_code, episode.output = end.result, end.exit_code, end.output
+    episode.environment_away = end.environment_away
 
 
 def _encodable(text: str) -> str:
@@ -348,7 +351,7 @@ def _encodable(text: str) -> str:
 
 
 def _environment_end(error: Exception) -> End:
-    return End(end_of(error), str(error))
+    return End(end_of(error), str(error), environment_away=is_away(error))
 
 
 def _exit_end(exit: Exit) -> End:

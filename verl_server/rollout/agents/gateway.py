@@ -152,7 +152,8 @@ class Referee:
         except BadRequestError:
             raise  # the agent's fault: the episode goes on
         except EnvError as error:
-            raise self._failed(error) from None
+            self._failed(error)
+            raise  # with its cause, which says whether the environment was away
         except Exception as error:
             raise self._failed(
                 EnvError(f"The environment's `{what}` raised {type(error).__name__}: {error}")

@@ -246,9 +246,10 @@ class _Run:
 
         `seed` is that of the attempt 0.
         """
+        environment_away = False
         for attempt in itertools.count(first):
             if attempt > first:
-                await asyncio.sleep(pause_before(attempt))
+                await asyncio.sleep(pause_before(attempt, environment_away))
             episode = AgentEpisode(task, index, member, attempt, attempt_seed(seed, attempt))
             try:
                 await self._player.play(episode)
@@ -260,6 +261,7 @@ class _Run:
             self._keep(episode)
             if episode.final:
                 return
+            environment_away = episode.environment_away
 
     def _keep(self, episode: AgentEpisode) -> None:
         episode.reason = episode.reason or StopReason.ABORTED

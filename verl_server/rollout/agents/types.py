@@ -168,6 +168,8 @@ class AgentEpisode:
     """The party that caused the end. None before the end."""
     error: str | None = None
     """Cause of a failure, None if the attempt did not fail."""
+    environment_away: bool = False
+    """True if the attempt ended because its environment could not be reached."""
     exit_code: int | None = None
     """Exit code of a program. A negative code is the signal that ended it."""
     result: Any = None

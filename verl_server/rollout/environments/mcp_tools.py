@@ -2,6 +2,9 @@
 
 One task owns the connection, because the `mcp` package must open and close a connection in the same task. Calls are
 passed to this task. A call that takes too long ends the connection, and with it the program.
+
+A server that refuses connections is tried again until it has listed its tools. A call is never repeated, because the
+tool may have run before the connection broke.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadRequestError
-from verl_server.rollout.environment import EnvError, EnvTimeoutError
+from verl_server.rollout.away import Tries, is_refused
+from verl_server.rollout.environment import EnvAwayError, EnvError, EnvTimeoutError
 
 
 class McpTools:
@@ -45,13 +49,14 @@ class McpTools:
         self.tools: list[dict[str, Any]] = []
 
     async def reset(self, seed: int | None) -> str:
-        ready: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.ensure_future(self._own(ready))
+        tries = Tries(self._seconds)
         try:
             async with asyncio.timeout(self._seconds):
-                listed = await ready
+                listed = await self._listed(tries)
         except TimeoutError:
             await self.close()
+            if tries.error is not None:
+                raise self._away(tries) from tries.error
             raise EnvTimeoutError(
                 f"The MCP server {self._server} did not start within {self._seconds:.3g} s."
             ) from None
@@ -99,6 +104,25 @@ class McpTools:
             owner.cancel()
             await asyncio.wait([owner], timeout=5.0)
 
+    async def _listed(self, tries: Tries) -> list[Any]:
+        """Connect, and return the tools of the server. Try again while the server refuses the connection."""
+        while True:
+            ready: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+            self._owner = asyncio.ensure_future(self._own(ready))
+            try:
+                return await ready
+            except EnvError as error:
+                if not is_refused(error):
+                    raise
+                if not await tries.again(error):
+                    raise self._away(tries) from error
+
+    def _away(self, tries: Tries) -> EnvAwayError:
+        return EnvAwayError(
+            f"The MCP server {self._server} did not accept a connection within {self._seconds:.3g} s, tried "
+            f"{tries.failed} times: {tries.error}"
+        )
+
     async def _own(self, ready: asyncio.Future[list[Any]]) -> None:
         """Hold the connection open from its start to `close`."""
         try:
@@ -110,7 +134,9 @@ class McpTools:
                 await self._closing.wait()
         except Exception as error:
             if not ready.done():
-                ready.set_exception(EnvError(f"The MCP server {self._server} did not start: {error!r}"))
+                failure = EnvError(f"The MCP server {self._server} did not start: {error!r}")
+                failure.__cause__ = error
+                ready.set_exception(failure)
 
     def _connected(self) -> Any:
         if isinstance(self._server, str):
