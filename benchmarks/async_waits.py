@@ -4,7 +4,7 @@
     python -m benchmarks.async_waits run --trainer async_grpo --max-staleness 2 --seed 0 --until 0.95 --out waits.jsonl
     python -m benchmarks.async_waits run --trainer async_grpo --max-staleness 4 --latency 0.03 --steps 60 --loss tis \\
         --out ages.jsonl
-    python -m benchmarks.async_waits table waits.jsonl
+    python -m benchmarks.async_waits table waits.jsonl --report waits.html
 
 `run` trains once, on the CPU, with the settings of `verl-server demo`, and appends a line to the file. The waits of the
 environment are lognormal (sigma 1.5). In an asynchronous run, ages depend on the speed of the machine. `--trainer
@@ -35,6 +35,7 @@ import torch.distributed as dist
 import tyro
 from transformers import AutoTokenizer
 
+from benchmarks.async_report import report
 from benchmarks.async_tables import tables
 from verl_server.logprob_gap import GapAlarm
 from verl_server.rollout.agent_loop import AgentLoop
@@ -102,6 +103,8 @@ class Table:
 
     files: tyro.conf.Positional[tuple[Path, ...]]
     """The files."""
+    report: Path | None = None
+    """HTML file with the curves of the runs and their ages, waits and idle shares, written beside the tables."""
 
 
 class Played(msgspec.Struct):
@@ -467,7 +470,12 @@ def main() -> None:
     command: Run | Table = tyro.cli(Command, description=__doc__)  # type: ignore[arg-type]
     if isinstance(command, Table):
         lines = [json.loads(line) for file in command.files for line in file.read_text().splitlines()]
+        if not lines:
+            raise SystemExit(f"There are no lines in {', '.join(map(str, command.files))}: write some with `run`.")
         print(tables(lines))
+        if command.report is not None:
+            command.report.parent.mkdir(parents=True, exist_ok=True)
+            command.report.write_text(report(lines, TARGET, IN_A_ROW))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_policy_folder(Path(temporary, "model"), command.grpo.seed)

@@ -44,10 +44,13 @@ def rect(x: float, y: float, width: float, height: float, fill: str, title: str 
     )
 
 
-def polyline(points: Sequence[tuple[float, float]], stroke: str, width: float = 2) -> str:
+def polyline(
+    points: Sequence[tuple[float, float]], stroke: str, width: float = 2, *, dash: str = "", opacity: float = 1
+) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    style = (f' stroke-dasharray="{dash}"' if dash else "") + (f' stroke-opacity="{opacity:g}"' if opacity < 1 else "")
     return (
-        f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}" '
+        f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}"{style} '
         'stroke-linejoin="round" stroke-linecap="round"/>'
     )
 
