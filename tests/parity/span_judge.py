@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -46,6 +47,10 @@ class TokenJudge(Protocol):
         """Return True if output token `index` agrees with `logits` [vocab]."""
         ...
 
+    def explain(self, index: int, logits: torch.Tensor) -> str:
+        """Return why output token `index` agrees with `logits` [vocab] or does not."""
+        ...
+
     def check_prompt(self, logits: torch.Tensor) -> None:
         """Assert the prompt's log-probabilities. `logits` [len(prompt), vocab] follow each token of the prompt."""
         ...
@@ -66,6 +71,14 @@ class _GreedyJudge:
         best = row.topk(2)
         is_best = token == int(best.indices[0]) or float(best.values[0] - best.values[1]) < self._tolerance
         return is_best and abs(logprob - float(row[token])) < self._tolerance
+
+    def explain(self, index: int, logits: torch.Tensor) -> str:
+        logprob, token, _ = self._found[index]
+        row = logits.log_softmax(-1)
+        best = int(row.argmax())
+        return (
+            f"token {token} with {logprob}, the judge has {float(row[token])}, and {float(row[best])} for token {best}"
+        )
 
     def check_prompt(self, logits: torch.Tensor) -> None:
         logprobs = logits.log_softmax(-1)
@@ -135,8 +148,21 @@ class SpanJudge:
                 trailing = _leading(rows.flip(0), wanted[::-1], judge)
                 if trailing == len(wanted) or (not anew and 0 < trailing >= len(wanted) - most_kept):
                     told.append(_Story(cache, min(spare, default=min((s.retractions for s in stories), default=0))))
-            assert told, f"wrong tokens in {span} of {spans}, {retractions} retractions"
+            assert told, f"wrong tokens in {span} of {spans}, {retractions} retractions; computed " + "; ".join(
+                self._explained(label, tokens[: end - 1], wanted, stories, judge)
+            )
             stories = told
+
+    def _explained(
+        self, label: str, tokens: list[int], wanted: range, stories: list[_Story], judge: TokenJudge
+    ) -> Iterator[str]:
+        """Yield for each possible content of the KV cache which of the last tokens disagree with it."""
+        cases = [(f"with KV kept ({story.retractions} retractions)", copy.deepcopy(story.cache)) for story in stories]
+        for name, cache in [*cases, ("anew", DynamicCache())]:
+            rows = self._run(label, tokens[cache.get_seq_length() :], cache)[-len(wanted) :]
+            wrong = [index for index, row in zip(wanted, rows, strict=True) if not judge.agrees(index, row)]
+            first = f", {judge.explain(wrong[0], rows[wrong[0] - wanted[0]])}" if wrong else ""
+            yield f"{name}: tokens {wrong} disagree{first}"
 
     def _fates(self, before: str, after: str) -> set[Fate]:
         """Return the fates of the versions after `before`, up to and including `after`."""
