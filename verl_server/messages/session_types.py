@@ -151,6 +151,31 @@ class FinishBody(msgspec.Struct, frozen=True):
     """Any text, which is returned with the session."""
 
 
+class MessageCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool call of a message."""
+
+    name: str
+    arguments: str = ""
+    """Arguments as JSON text. What a policy sampled may be no JSON."""
+    id: str = ""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message of a conversation as the agent sent or received it."""
+
+    role: str
+    """system, user, assistant, tool, or another name that the agent gave."""
+    text: str = ""
+    reasoning: str = ""
+    """Reasoning of the policy before `text`."""
+    calls: list[MessageCall] = []
+    """Tool calls of an assistant's message."""
+    call_id: str = ""
+    """Id of the call whose result a tool's message is."""
+    cut: int = 0
+    """Number of characters that are left out at the ends of texts that are longer than 1 MiB."""
+
+
 class BranchTurn(msgspec.Struct, frozen=True):
     """A turn's place in its branch: ids[start:prompt_end] are new prompt ids, ids[prompt_end:end] were sampled."""
 
@@ -171,6 +196,13 @@ class BranchTurn(msgspec.Struct, frozen=True):
     """Field that has the policy's log-probabilities of the sampled tokens."""
     overridden: dict[str, Any] = {}
     """Sampling parameters for which the request set other values than the session forces."""
+    times: tuple[float, float, float] | None = None
+    """`TurnInfo.times`. None: an older server."""
+    messages: list[Message] = []
+    """Messages of the prompt that no earlier turn of the branch has. [] unless the query asks for `text`, and for
+    prompts without messages."""
+    reply: Message | None = None
+    """The output as the client received it. None unless the query asks for `text`, and if the server has no text."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -205,9 +237,11 @@ class Branch(msgspec.Struct, frozen=True):
     has_choice: Any = None
     """None if no mask was counted. Otherwise a list of 0 and 1, or a uint8 column: 0 for a token that was read, and for
     a sampled token that was the only allowed token, which says nothing about the policy."""
+    fork_of: int | None = None
+    """Number of the branch that has the `shared_tokens`. None: no earlier branch begins with them."""
 
 
-class SessionTrajectory(msgspec.Struct, frozen=True):
+class SessionTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Reply to `GET /sessions/{id}/trajectory`."""
 
     session: str
@@ -216,4 +250,7 @@ class SessionTrajectory(msgspec.Struct, frozen=True):
     reward: float | None
     group: str
     metadata: dict[str, Any]
+    now: float | None = None
+    """Time of the reply on the server's clock, with which a client converts `BranchTurn.times` to its own clock. None:
+    an older server."""
     branches: list[Branch]

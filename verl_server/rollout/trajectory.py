@@ -19,7 +19,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import decode_json, numbered_lines
 from verl_server.files.json_values import jsonable
-from verl_server.messages.session_types import PolicyLogprobs
+from verl_server.messages.session_types import Message, PolicyLogprobs
 
 
 class StopReason(StrEnum):
@@ -116,10 +116,16 @@ class Turn(msgspec.Struct, kw_only=True):
     """Parameters that shaped the distribution: `session_types.BranchTurn.sampling`. {} if they were not recorded."""
     overridden: dict[str, Any] = {}
     """Parameters of an agent for which its session forces other values: `session_types.BranchTurn.overridden`."""
+    messages: list[Message] = []
+    """Messages that the policy read for the first time in this turn, as the agent sent them: each message of a branch
+    is in one turn. [] without an agent (`observation` has the text), for prompts of token ids, and in records of an
+    earlier version."""
+    reply: Message | None = None
+    """The policy's answer as the agent received it. None without an agent, and in records of an earlier version."""
 
 
 class Event(msgspec.Struct, array_like=True):
-    """A wait of the episode. Times are seconds since the rollout began."""
+    """A wait of the episode. Times are seconds since the rollout began (`Trajectory.began`)."""
 
     kind: str
     """Kind of the wait: queue (for a place), env or generate."""
@@ -163,11 +169,21 @@ class Trajectory(msgspec.Struct, kw_only=True):
     resumes: int = 0
     """Number of generations that the server aborted and the episode resumed."""
     events: list[Event] = []
-    """Waits of the episode, in order."""
+    """Waits of the episode, in order. In an agent's episode, the branch 0 has those for the environment, and a
+    generation belongs to the first branch that has its turn."""
+    began: float | None = None
+    """Wall time of second 0 of `events`, in seconds since 1970. All episodes of a rollout have the same. None in
+    records of an earlier version."""
     session: str = ""
     """Id of the agent's session on the server. "" if an `AgentLoop` played the episode."""
+    parent: str = ""
+    """Id of the session of the agent whose sub-agent has this session. "" if it is no sub-agent's."""
     branch: int = 0
-    """Number of the branch in the session. A session whose history the agent edited has several."""
+    """Number of the branch in the episode. A session whose history the agent edited has several."""
+    fork_of: int | None = None
+    """Number of the branch of the same session from which this one departs. None: it begins a conversation."""
+    shared: int = 0
+    """Number of leading tokens that the branch `fork_of` has, too, with their loss mask: this branch departs there."""
     member: int = 0
     """Number of the episode among those of its group."""
     attempt: int = 0

@@ -71,6 +71,11 @@ class TrainedTrajectory(msgspec.Struct, kw_only=True):
     """Factor of each token in the loss, beside the advantage and the ratio of the policies: the importance weight of
     the losses tis and decoupled, times the correction of a token that was drawn under a mask, a penalty or a bias
     (`correction_bound`); 0 if a mask of the loss leaves the token out. None if it is not finite. [] if all are 1."""
+    gap_mean: float | None = None
+    """Mean over `positions` of |trainer's log-probability - the policy's at sampling time|. Above `age` 0 the weights
+    differ, too. None if a number is not finite, without `positions`, and in files of an earlier version."""
+    gap_max: float | None = None
+    """Largest of these differences. None as `gap_mean`."""
 
 
 class RunEvent(msgspec.Struct, kw_only=True):

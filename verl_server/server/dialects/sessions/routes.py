@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -169,7 +170,14 @@ class SessionApi:
         root = session.root
         self._ledger.read(session)
         head = SessionTrajectory(
-            session.id, root.state, root.reason, session.reward, root.record.group, root.record.metadata, []
+            session=session.id,
+            state=root.state,
+            reason=root.reason,
+            reward=session.reward,
+            group=root.record.group,
+            metadata=root.record.metadata,
+            now=time.time(),
+            branches=[],
         )
         if MSGPACK in request.headers.get("accept", ""):
             return StreamingResponse(_as_msgpack(head, found), media_type=MSGPACK)
