@@ -162,14 +162,14 @@ def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
         ordinal = None
         if role == "assistant":
             calls, results = {}, 0
-            for i, call in enumerate(_calls(message)):
+            for i, call in enumerate(message_calls(message)):
                 calls.setdefault(str(call.get("id")), i)
         elif role == "tool":
             # The id of a call is not compared: the ordinal of the call says which result this is.
             ordinal, results = calls.get(str(message.get("tool_call_id")), results), results + 1
-        shown = [_call_key(call) for call in _calls(message)]
-        digest = _message_digest(role, _text(message.get("content")), shown, ordinal)
-        keys.append(MessageKey(_ROLES.get(role, OTHER), digest, reasoning_digest(_reasoning(message))))
+        shown = [_call_key(call) for call in message_calls(message)]
+        digest = _message_digest(role, content_text(message.get("content")), shown, ordinal)
+        keys.append(MessageKey(_ROLES.get(role, OTHER), digest, reasoning_digest(message_reasoning(message))))
     return keys
 
 
@@ -210,18 +210,21 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
-def _text(content: Any) -> str:
+def content_text(content: Any) -> str:
+    """Return the content of a message as one text. A list of parts is joined."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
     return "" if content is None else str(content)
 
 
-def _reasoning(message: Message) -> str | None:
+def message_reasoning(message: Message) -> str | None:
+    """Return the reasoning that a message has under one of the usual keys, or None."""
     given = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
     return None if given is None else str(given)
 
 
-def _calls(message: Message) -> list[dict[str, Any]]:
+def message_calls(message: Message) -> list[dict[str, Any]]:
+    """Return the tool calls of a message, in OpenAI's shape."""
     calls = message.get("tool_calls")
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 

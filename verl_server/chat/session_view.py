@@ -105,3 +105,7 @@ class ReplyMessage(msgspec.Struct, frozen=True):
     """The text that the client received, with reasoning and calls as they were sampled."""
     hidden: str = ""
     """Text of sampled tokens after `text` that the client did not receive."""
+    content: str = ""
+    """`text` without reasoning and calls."""
+    thoughts: str = ""
+    """The reasoning in `text`."""

@@ -173,7 +173,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     call_id: str = ""
     """Id of the call whose result a tool's message is."""
     cut: int = 0
-    """Number of characters that are left out at the ends of texts that are longer than 1 MiB."""
+    """Number of characters that are missing at the ends of texts. Each text has at most 1,048,576 characters."""
 
 
 class BranchTurn(msgspec.Struct, frozen=True):
@@ -199,10 +199,11 @@ class BranchTurn(msgspec.Struct, frozen=True):
     times: tuple[float, float, float] | None = None
     """`TurnInfo.times`. None: an older server."""
     messages: list[Message] = []
-    """Messages of the prompt that no earlier turn of the branch has. [] unless the query asks for `text`, and for
-    prompts without messages."""
+    """Messages of the prompt that no earlier turn of the branch has. [] unless the query asks for `text`, for prompts
+    without messages, and within `Branch.shared_tokens`: there the branch `fork_of` has them."""
     reply: Message | None = None
-    """The output as the client received it. None unless the query asks for `text`, and if the server has no text."""
+    """The output as the client received it. None unless the query asks for `text`, if there is none, and within
+    `Branch.shared_tokens`."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):

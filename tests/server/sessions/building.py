@@ -66,7 +66,7 @@ def finished(next: NextTurn, output: Sequence[int], **fields: Any) -> FinishedTu
         "logprobs": floats([-0.5] * len(output)),
         "spans": [("v1", 0)],
         "finish": ("stop", output[-1] if output else None),
-        "reply": ReplyMessage(digest, bytes(8), [], False, text),
+        "reply": ReplyMessage(digest, bytes(8), [], False, text, content=text),
         "times": (1.0, 2.0, 3.0),
         "dialect": "chat",
         "rid": "rid",

@@ -134,6 +134,24 @@ def test_a_conversation_of_its_own_is_a_child(stack: Stack) -> None:
     assert other["began"] == "child" and other["child"]
 
 
+def test_a_trajectory_has_texts_if_the_query_asks_for_them(stack: Stack) -> None:
+    session = Session(stack)
+    session.says("one", "sub", "sub again")
+    session.chat([{"role": "system", "content": "main"}, user("a")])
+    helper = [{"role": "system", "content": "helper"}, user("z")]
+    session.chat(helper)
+    session.chat([*helper, {"role": "assistant", "content": "SUB"}, user("y")])
+    plain, full = session.trajectory(), session.trajectory("?text=true")
+    assert all(turn["messages"] == [] and turn["reply"] is None for b in plain["branches"] for turn in b["turns"])
+    assert full["branches"][0]["fork_of"] is None
+    first, child = full["branches"][0]["turns"][0], full["branches"][1]["turns"][0]
+    assert first["messages"] == [{"role": "system", "text": "main"}, {"role": "user", "text": "a"}]
+    assert first["reply"] == {"role": "assistant", "text": "one"} and child["messages"][0]["text"] == "helper"
+    accepted, sampled, ended = first["times"]
+    assert accepted <= sampled <= ended <= full["now"]
+    assert stack.get(f"/sessions/{session.id}/trajectory?text=1", headers=OWNER).status_code == 400
+
+
 def test_a_stream_is_stored_like_a_whole_reply(stack: Stack) -> None:
     session = Session(stack)
     session.says("hello", "again")

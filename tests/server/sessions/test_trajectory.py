@@ -32,6 +32,7 @@ class FakeTurn:
     policy: list[float] = field(default_factory=list)
     choices: list[int] = field(default_factory=list)
     overridden: dict[str, Any] = field(default_factory=dict)
+    times: tuple[float, float, float] = (1.0, 2.0, 3.0)
 
     @property
     def stored(self) -> FakeTurn:

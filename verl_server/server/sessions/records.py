@@ -119,6 +119,12 @@ class TurnFields(SampledFields, kw_only=True, omit_defaults=True):
     """JSON: list of {"id", "name", "arguments"}."""
     child: str | None = None
     completion: CompletionText | None = None
+    messages: bytes = b""
+    """The new messages as msgpack."""
+    reply: str = ""
+    """The reply's text. The ledger keeps it only if `parsed` is None."""
+    parsed: tuple[str, str] | None = None
+    """(content, reasoning) of the reply. None if its content is `reply`, without reasoning."""
 
 
 class TurnRecord(TurnFields, omit_defaults=True):
@@ -130,10 +136,6 @@ class TurnRecord(TurnFields, omit_defaults=True):
     """Index of the first record of `nodes` in the session's message tree."""
     nodes: bytes = b""
     """Records of the message tree that no earlier turn stored."""
-    messages: bytes = b""
-    """The new messages as msgpack. The ledger does not keep them."""
-    reply: str = ""
-    """The reply's text. The ledger does not keep it."""
 
 
 class DeliveredRecord(msgspec.Struct, frozen=True):

@@ -45,6 +45,8 @@ async def read_reply(
         in_reasoning=in_reasoning,
         text=text,
         hidden=_hidden(state, text),
+        content=parsed.content,
+        thoughts=parsed.reasoning or "",
     )
 
 

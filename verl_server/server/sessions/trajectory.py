@@ -26,7 +26,8 @@ def branches(turns: Sequence[StoredTurn], mask: Literal["once", "every"], retrie
     `retries` is True.
 
     With `mask` "once", a sampled token has loss mask 1 in the first yielded branch that contains it, and 0 in later
-    branches. With `mask` "every", it has loss mask 1 in all branches. The caller sets `session` and `rewards`.
+    branches. With `mask` "every", it has loss mask 1 in all branches. The caller sets `session` and `rewards`, and may
+    add texts (`turn_texts`).
     """
     tree = _Tree(turns)
     found = [(tree.kind(path), path) for path in tree.paths()]
@@ -135,20 +136,22 @@ def _branch(
             masked[part.turn.turn] = count
         spans += _spans(part)
     sequence = array("i", ids).tobytes()
-    shared = max((common_prefix(sequence, other) for other in earlier), default=0)
+    prefixes = [common_prefix(sequence, other) for other in earlier]
+    shared = min(max(prefixes, default=0), first_own)
     earlier.append(sequence)
     return Branch(
         branch=index,
         kind=kind,
         session="",
         turns=[_place(part) for part in path],
-        shared_tokens=min(shared, first_own),
+        shared_tokens=shared,
         ids=ids,
         loss_mask=mask,
         logprobs=logprobs,
         weight_versions=spans,
         policy_logprobs=policy if any(part.turn.policy_logprobs != "same" for part in path) else None,
         has_choice=choices if any(part.turn.output_choices() for part in path) else None,
+        fork_of=prefixes.index(max(prefixes)) if shared else None,
     )
 
 
@@ -174,6 +177,7 @@ def _place(part: _Part) -> BranchTurn:
         sampling=turn.conditions,
         policy_logprobs=turn.policy_logprobs,
         overridden=turn.overridden,
+        times=turn.stored.times,
     )
 
 

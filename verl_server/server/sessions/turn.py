@@ -63,6 +63,7 @@ class Turn(TurnFields, kw_only=True):
             "overridden": once(record.overridden),
             "dialect": sys.intern(record.dialect),
             "child": None if record.child is None else sys.intern(record.child),
+            "reply": record.reply if record.parsed is None else "",
         }
         turn = cls(**fields)
         turn.size = size
@@ -111,9 +112,10 @@ class Turn(TurnFields, kw_only=True):
 def _size(record: TurnRecord) -> int:
     """Return the approximate bytes of a turn in memory, without values that several turns share."""
     payload = len(record.prompt) + len(record.output) + len(record.logprobs) + len(record.calls or b"")
-    payload += len(record.policy) + len(record.has_choice) + len(record.rid)
+    payload += len(record.policy) + len(record.has_choice) + len(record.rid) + len(record.messages)
     spans = 150 * (len(record.spans) - 1) if len(record.spans) > 1 else 0
     text = 0 if record.completion is None else 300 + len(record.completion.hidden)
+    text += sum(map(sys.getsizeof, (record.reply,) if record.parsed is None else record.parsed))
     return _FIXED_BYTES + payload + spans + text
 
 

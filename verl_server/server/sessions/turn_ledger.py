@@ -172,6 +172,7 @@ class TurnLedger:
             completion=completion_text(finished.next, reply),
             messages=finished.next.messages,
             reply=reply.text,
+            parsed=None if (reply.content, reply.thoughts) == (reply.text, "") else (reply.content, reply.thoughts),
             **{name: getattr(finished, name) for name in SampledFields.__struct_fields__},
         )
         self._ledger.record(record)

@@ -36,6 +36,7 @@ from verl_server.server.http.unknown_fields import read_object, refuse_unknown
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.stored_turn import stored_turns
+from verl_server.server.sessions.turn_texts import TurnTexts
 from verl_server.server.slices import Slices
 from verl_server.web.numbers import whole_number
 
@@ -54,6 +55,7 @@ _TRAJECTORY_QUERY = {
     "mask": "`once` (default): a sampled token has mask 1 in the first branch that holds it; `every`: in each",
     "retries": "`true`: also branches that a retry of the client replaced before it received them",
     "children": "`false`: without child sessions",
+    "text": "`true`: turns have their new messages and replies as texts; each text has at most 1,048,576 characters",
     "format": "`columns`: ids, masks and log-probabilities as columns, which `Accept: application/msgpack` has, too",
 }
 
@@ -161,11 +163,12 @@ class SessionApi:
         if mask not in ("once", "every"):
             raise BadRequestError(f"mask must be once or every, not {mask[:40]!r}.")
         retries, children = _truth(query, "retries", False), _truth(query, "children", True)
+        with_text = _truth(query, "text", False)
         family = self._ledger.table.family(session) if children else [session]
         found: list[Branch] = []
         slices = Slices()
         for each in family:
-            found += await self._branches(each, mask, retries, len(found))
+            found += await self._branches(each, mask, retries, with_text, len(found))
             await slices.end()
         root = session.root
         self._ledger.read(session)
@@ -183,10 +186,10 @@ class SessionApi:
             return StreamingResponse(_as_msgpack(head, found), media_type=MSGPACK)
         return StreamingResponse(_as_json(head, found, query.get("format") == "columns"), media_type=JSON)
 
-    async def _branches(self, session: Session, mask: Any, retries: bool, first: int) -> list[Branch]:
+    async def _branches(self, session: Session, mask: Any, retries: bool, with_text: bool, first: int) -> list[Branch]:
         from verl_server.server.sessions.trajectory import branches
 
-        turns = stored_turns(session)
+        turns, texts = stored_turns(session), TurnTexts(session)
         rewards: dict[int, list[RewardBody]] = {}
         for (turn, name), each in session.rewards.items():
             if turn is not None:
@@ -194,14 +197,18 @@ class SessionApi:
         children = {each.turn: each.stored.child for each in turns}
         named: list[Branch] = []
         slices = Slices()
+        for stored in turns if with_text else ():
+            texts.read(stored)
+            await slices.end()
         for branch in branches(turns, mask, retries):
             await slices.end()
             child = children[branch.turns[-1].turn]
             own = [reward for turn in branch.turns for reward in rewards.get(turn.turn, ())]
             named.append(
                 msgspec.structs.replace(
-                    branch,
+                    texts.placed(branch) if with_text else branch,
                     branch=first + len(named),
+                    fork_of=None if branch.fork_of is None else first + branch.fork_of,
                     session=session.id if child is None else f"{session.id}.{child}",
                     rewards=own,
                 )
