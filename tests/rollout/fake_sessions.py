@@ -26,6 +26,7 @@ from verl_server.messages.session_types import (
     BranchTurn,
     CreateSession,
     FinishBody,
+    Message,
     RewardBody,
     SessionInfo,
     SessionTrajectory,
@@ -73,7 +74,16 @@ class FakeSession:
         self.ids += [ord(letter) for letter in prompt + answer]
         self.mask += [0] * len(prompt) + [1] * len(answer)
         end = len(self.ids)
-        self.turns.append(BranchTurn(len(self.turns), start, end - len(answer), end, "stop"))
+        now = time.time()
+        messages, reply = [Message("user", prompt)], Message("assistant", answer)
+        self.turns.append(
+            BranchTurn(
+                *(len(self.turns), start, end - len(answer), end, "stop"),
+                times=(now, now, now),
+                messages=messages,
+                reply=reply,
+            )
+        )
 
     def trajectory(self) -> SessionTrajectory:
         spans = [VersionSpan("7", turn.prompt_end, turn.end) for turn in self.turns]
@@ -86,6 +96,7 @@ class FakeSession:
             reward=self.info().reward,
             group=self.request.group,
             metadata=self.request.metadata,
+            now=time.time(),
             branches=[branch] if self.turns else [],
         )
 

@@ -147,11 +147,13 @@ def test_a_server_that_refuses_the_hint_gets_it_once(error: Exception, sent: int
 
 
 def test_concurrency_is_bounded() -> None:
-    engine = FakeEngine()
+    engine, before = FakeEngine(), time.time()
     with AgentLoop(engine, episode, WordRenderer(), max_concurrency=3) as loop:
         rollout = loop.run([Task(seed=i) for i in range(12)])
     assert engine.most <= 3
     assert [t.events[0].kind for t in rollout.trajectories] == ["queue"] * 12
+    assert len({t.began for t in rollout.trajectories}) == 1
+    assert rollout.trajectories[0].began is not None and before <= rollout.trajectories[0].began <= time.time()
 
 
 def test_a_slow_environment_holds_up_nobody() -> None:

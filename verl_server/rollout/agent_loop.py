@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -32,6 +31,7 @@ from verl_server.rollout.lockstep import play_in_lockstep
 from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.renderer import Renderer, TokenizerRenderer
 from verl_server.rollout.replacements import Replacements, attempt_seed, pause_before
+from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.running_loop import is_loop_running, refuse_running_loop, run_all
 from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, Fault, StopReason, Task, Trajectory, is_unsampled
@@ -166,7 +166,7 @@ class AgentLoop:
         brings the servers back. `slots` bounds the episodes of several calls together, in the place of
         `max_concurrency`. Such a call is a part of a rollout: it does not raise if every generation failed.
         """
-        clock = _new_clock()
+        clock = RolloutClock()
         is_part = slots is not None
         slots = slots or asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
@@ -243,7 +243,7 @@ class AgentLoop:
         return self._runner.run(self._run_lockstep(tasks, on_finish))
 
     async def _run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None) -> Rollout:
-        clock = _new_clock()
+        clock = RolloutClock()
         size = self._max_concurrency or max(1, len(tasks))
         trajectories: list[Trajectory] = []
         async with EnginePool(self.engines, self.limits.restart_timeout) as server:
@@ -257,7 +257,7 @@ class AgentLoop:
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _episode(self, task: Task, clock: Callable[[], float], attempt: int = 0) -> Episode:
+    def _episode(self, task: Task, clock: RolloutClock, attempt: int = 0) -> Episode:
         """Return an attempt at a task. Each attempt has a sampling seed of its own."""
         if task.sampling_seed is not None:
             task = msgspec.structs.replace(task, sampling_seed=attempt_seed(task.sampling_seed, attempt))
@@ -268,6 +268,7 @@ class AgentLoop:
         renderer, sampling = self._renderer, self._sampling_params
         episode = Episode(task, environment, renderer, sampling, self.limits, self._capacity, clock)
         episode.trajectory.attempt = attempt
+        episode.trajectory.began = clock.began
         return episode
 
     def _ended(self, trajectory: Trajectory, on_finish: OnFinish | None) -> None:
@@ -310,9 +311,3 @@ def _sequence_capacity(scheduler_info: SchedulerInfo) -> int:
     if longest_input is None:
         return context_length
     return min(context_length, int(longest_input) + 1)  # the last sampled token needs no place in the KV cache
-
-
-def _new_clock() -> Callable[[], float]:
-    """Return a function that returns the seconds since this call."""
-    start = time.monotonic()
-    return lambda: time.monotonic() - start

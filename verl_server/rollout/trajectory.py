@@ -118,10 +118,11 @@ class Turn(msgspec.Struct, kw_only=True):
     """Parameters of an agent for which its session forces other values: `session_types.BranchTurn.overridden`."""
     messages: list[Message] = []
     """Messages that the policy read for the first time in this turn, as the agent sent them: each message of a branch
-    is in one turn. [] without an agent (`observation` has the text), for prompts of token ids, and in records of an
-    earlier version."""
+    is in one turn. [] without an agent (`observation` has the text), for prompts of token ids, in records of an earlier
+    version, and within `Trajectory.shared`: there the branch `fork_of` has them."""
     reply: Message | None = None
-    """The policy's answer as the agent received it. None without an agent, and in records of an earlier version."""
+    """The policy's answer as the agent received it. None where `messages` is [] for such a reason, and for an answer
+    without text."""
 
 
 class Event(msgspec.Struct, array_like=True):
@@ -181,9 +182,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     branch: int = 0
     """Number of the branch in the episode. A session whose history the agent edited has several."""
     fork_of: int | None = None
-    """Number of the branch of the same session from which this one departs. None: it begins a conversation."""
+    """Number of the branch of the episode that has the first `shared` tokens, too. None: there is none."""
     shared: int = 0
-    """Number of leading tokens that the branch `fork_of` has, too, with their loss mask: this branch departs there."""
+    """Number of leading tokens that the branch `fork_of` has, too. None of them counts a second time in the loss."""
     member: int = 0
     """Number of the episode among those of its group."""
     attempt: int = 0

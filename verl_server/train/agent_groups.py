@@ -22,8 +22,8 @@ import msgspec
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
-from verl_server.rollout.agents.output import episode_trajectories
 from verl_server.rollout.agents.program import check_program
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
@@ -31,7 +31,7 @@ from verl_server.rollout.engine_pool import stranded
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.loop_thread import LoopThread, Running
-from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.rollout.trajectory import Event, Task, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.train.batches import check_usable
 from verl_server.train.options import TrainArgs
@@ -221,6 +221,8 @@ def _branches(episode: AgentEpisode, task: Task) -> list[Trajectory]:
             stop_reason=episode.reason,
             fault=episode.fault,
             error=episode.error,
+            events=[Event(*event) for event in episode.events],
+            began=episode.began,
             member=episode.member,
             attempt=episode.attempt,
         )

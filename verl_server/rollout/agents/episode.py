@@ -40,6 +40,7 @@ from verl_server.rollout.environment import EnvError
 from verl_server.rollout.environment_ends import end_of, is_away
 from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.launched import Exit
+from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.trajectory import StopReason
 
 T = TypeVar("T")
@@ -104,13 +105,14 @@ class AgentPlayer:
     logs: Path
     pass_env: Sequence[str]
     progress: Progress
-    clock: Callable[[], float]
+    clock: RolloutClock
     forced_mode: ForcedMode = "override"
     faults: FaultRules = field(default_factory=FaultRules)
 
     async def play(self, episode: AgentEpisode) -> None:
         """Play an attempt and record its end in `episode`. If cancelled, record ABORTED and raise CancelledError."""
         start = self.clock()
+        episode.began = self.clock.began
         referee: Referee | None = None
         self.progress.running += 1
         self.progress.began = self.progress.began or time.monotonic()
@@ -286,7 +288,9 @@ class AgentPlayer:
     ) -> None:
         try:
             info = await self._retried(lambda: client.finish(session_id, str(end.reason)))
+            asked = self.clock()
             episode.trajectory = await self._retried(lambda: client.trajectory(session_id))
+            episode.server_clock = self.clock.server_offset(episode.trajectory.now, asked)
         except (ServerDiedError, ServerUnavailableError, SessionNotFoundError) as error:
             lost = error if end.reason is not StopReason.SESSION_LOST else end.error
             raise End(StopReason.SESSION_LOST, f"{lost} (the agent's end: {end.reason})") from error

@@ -30,10 +30,10 @@ from verl_server.files.durable import make_folder, replace_file, write_file
 from verl_server.files.json_files import decode_json, whole_lines
 from verl_server.files.json_values import jsonable
 from verl_server.files.run_output import check_settings, claim_folder, plain, recorded, store_settings, stored_settings
-from verl_server.messages.session_types import Branch
+from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.faults import fault_of
-from verl_server.rollout.trajectory import Event, Fault, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
+from verl_server.rollout.trajectory import Fault, StopReason, Trajectory, append_jsonl, read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -324,52 +324,6 @@ def summarize_lines(lines: Sequence[EpisodeLine]) -> dict[str, Any]:
         "turns": sum(entry.turns for entry in lines),
         "branches": sum(entry.branches for entry in final),
     }
-
-
-def episode_trajectories(episode: AgentEpisode) -> list[Trajectory]:
-    """Return one `Trajectory` for each branch that the server exported. Every branch has the episode's reward."""
-    if episode.trajectory is None:
-        return []
-    return [_trajectory(episode, branch) for branch in episode.trajectory.branches]
-
-
-def _trajectory(episode: AgentEpisode, branch: Branch) -> Trajectory:
-    versions = [""] * len(branch.ids)
-    for span in branch.weight_versions:
-        versions[span.start : span.end] = [span.version] * (span.end - span.start)
-    turns = [
-        Turn(
-            observation={},
-            observation_span=(turn.start, turn.prompt_end),
-            action_span=(turn.prompt_end, turn.end),
-            action={"calls": turn.calls} if turn.calls else {},
-            finish_reason=turn.finish_reason,
-            policy_logprobs=turn.policy_logprobs,
-            sampling=turn.sampling,
-            overridden=turn.overridden,
-        )
-        for turn in branch.turns
-    ]
-    events = [Event(*event) for event in episode.events] if branch.branch == 0 else []
-    return Trajectory(
-        task=Task(seed=episode.task.seed, group=episode.index, sampling_seed=episode.seed),
-        tokens=list(branch.ids),
-        loss_mask=list(branch.loss_mask),
-        logprobs=list(branch.logprobs),
-        policy_logprobs=list(branch.policy_logprobs or ()),
-        has_choice=list(branch.has_choice or ()),
-        weight_versions=versions,
-        turns=turns,
-        reward=episode.reward,
-        stop_reason=episode.reason,
-        fault=episode.fault,
-        error=episode.error,
-        events=events,
-        session=branch.session,
-        branch=branch.branch,
-        member=episode.member,
-        attempt=episode.attempt,
-    )
 
 
 def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:

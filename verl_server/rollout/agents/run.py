@@ -15,7 +15,6 @@ import itertools
 import re
 import secrets
 import tempfile
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -27,9 +26,10 @@ import msgspec
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.run_output import location
 from verl_server.messages.session_types import ForcedMode
+from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.episode import AgentPlayer, Progress
 from verl_server.rollout.agents.gateway import EnvironmentGateway
-from verl_server.rollout.agents.output import RunFolder, episode_trajectories, settings_id
+from verl_server.rollout.agents.output import RunFolder, settings_id
 from verl_server.rollout.agents.program import check_program, memory_hidden
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.servers import ServerPool
@@ -44,6 +44,7 @@ from verl_server.rollout.agents.types import (
 )
 from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.replacements import Replacements, attempt_seed, pause_before
+from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.running_loop import refuse_running_loop, run_all
 from verl_server.rollout.trajectory import Fault, StopReason, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
@@ -158,7 +159,7 @@ async def arun_agents(
         **{f"limits.{name}": value for name, value in msgspec.to_builtins(limits).items()},
         **{f"faults.{name}": value for name, value in msgspec.to_builtins(faults).items()},
     } | dict(describe or {})
-    start = time.monotonic()
+    clock = RolloutClock()
     progress = progress or Progress()
     async with contextlib.AsyncExitStack() as stack:
         folder = RunFolder(out, settings, tasks, resume, MAY_DIFFER) if out is not None else None
@@ -183,7 +184,7 @@ async def arun_agents(
             logs=logs,
             pass_env=pass_env,
             progress=progress,
-            clock=lambda: time.monotonic() - start,
+            clock=clock,
         )
         if not callable(agent):
             stack.enter_context(memory_hidden())
@@ -208,10 +209,10 @@ async def arun_agents(
             await run_all(play(*place) for place in places if place not in finished)
         finally:
             if folder is not None:
-                folder.write_summary(time.monotonic() - start, len(places))
+                folder.write_summary(clock(), len(places))
     trajectories = folder.trajectories() if folder is not None else run.trajectories
     trajectories.sort(key=lambda t: (t.task.group, t.member, t.branch))
-    return AgentRun(run.episodes, trajectories, time.monotonic() - start)
+    return AgentRun(run.episodes, trajectories, clock())
 
 
 def session_seed(seed: int, index: int, member: int) -> int:

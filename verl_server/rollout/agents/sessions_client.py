@@ -78,8 +78,9 @@ class SessionsClient:
         return await self._sent("POST", f"/sessions/{session_id}/finish", SessionInfo, FinishBody(reason=reason))
 
     async def trajectory(self, session_id: str) -> SessionTrajectory:
-        """Return the session's branches."""
-        return await self._sent("GET", f"/sessions/{session_id}/trajectory", SessionTrajectory)
+        """Return the session's branches, with the texts of their turns."""
+        path = f"/sessions/{session_id}/trajectory"
+        return await self._sent("GET", path, SessionTrajectory, params={"text": "true"})
 
     async def get(self, session_id: str) -> SessionInfo:
         """Return a session with its children and its tree of turns."""

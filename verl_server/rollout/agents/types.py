@@ -194,6 +194,10 @@ class AgentEpisode:
     """The session's tokens as the server recorded them."""
     events: list[tuple[str, float, float]] = field(default_factory=list)
     """(kind, start, end) of the waits for the environment, in seconds since the run began."""
+    began: float | None = None
+    """Wall time of second 0 of `events`, in seconds since 1970."""
+    server_clock: float | None = None
+    """Seconds to add to the server's wall times to get seconds since the run began. None: an older server."""
 
     @property
     def sampled_tokens(self) -> int:
