@@ -247,6 +247,10 @@ def test_the_first_pass_over_each_trajectory_is_recorded() -> None:
     assert (first.step, first.group, first.age, first.advantage) == (7, 0, 2, 0.5)
     assert first.positions == sampled_positions(samples[0].trajectory).tolist() == [2, 3]
     assert (first.logprobs, first.entropy, first.loss_weights) == ([-1.0, -2.0], [1.0, 2.0], [])
+    sampled = [samples[0].trajectory.logprobs[at] for at in first.positions]
+    distances = [abs(own - other) for own, other in zip([-1.0, -2.0], sampled, strict=True)]
+    assert (first.gap_mean, first.gap_max) == (pytest.approx(sum(distances) / 2), pytest.approx(max(distances)))
+    assert (second.gap_mean, second.gap_max) == (None, None), "a number is not finite"
     assert second.logprobs == [-3.0, None, -0.123457] and record.take(7, "6@" + FIRST) == []
 
 

@@ -29,6 +29,8 @@ class _Pass:
     logprobs: Tensor
     entropy: Tensor | None
     factors: Tensor
+    distances: Tensor
+    """From the policy's log-probabilities at sampling time."""
 
 
 class TrainedRecord:
@@ -54,7 +56,8 @@ class TrainedRecord:
             factors, _ = token_factors(logprobs.detach(), batch, self._config)
             if (bound := self._config.correction_bound) > 0:  # as in `MicroBatch.of`
                 factors = factors * batch.log_weights.exp().clamp(max=bound)
-            self._passes.append(_Pass(samples, logprobs.detach(), own, factors))
+            distances = (logprobs.detach() - batch.behaviour_logprobs).abs()
+            self._passes.append(_Pass(samples, logprobs.detach(), own, factors, distances))
 
     def take(self, step: int, version: str) -> list[TrainedTrajectory]:
         """Return the records of training step `step`, which trained the weights `version`, and forget them."""
@@ -69,12 +72,14 @@ class TrainedRecord:
         logprobs = _numbers(found.logprobs)
         entropy = [] if found.entropy is None else _numbers(found.entropy)
         factors = _numbers(found.factors)
+        distances = found.distances.double().cpu()
         start = 0
         for sample in found.samples:
             trajectory = sample.trajectory
             positions = [at for at, is_trained in enumerate(trajectory.trained_mask) if is_trained and at]
             rows = slice(start, start + len(positions))
             start = rows.stop
+            mean, largest = _gap(distances[rows])
             yield (
                 sample,
                 TrainedTrajectory(
@@ -92,6 +97,8 @@ class TrainedRecord:
                     logprobs=logprobs[rows],
                     entropy=entropy[rows],
                     loss_weights=factors[rows] if any(factor != 1 for factor in factors[rows]) else [],
+                    gap_mean=mean,
+                    gap_max=largest,
                 ),
             )
 
@@ -107,6 +114,16 @@ def age_of(trajectory: Trajectory, version: str) -> int | None:
         return None
     known = [each for each in sampled if each is not None and each.incarnation == trained.incarnation]
     return trained.number - min(known).number if known and len(known) == len(sampled) else None
+
+
+def _gap(distances: Tensor) -> tuple[float | None, float | None]:
+    """Return (mean, largest) of the distances of one trajectory's tokens, None if there is none or one is not finite.
+
+    They are not rounded: in float32, a gap is smaller than the last decimal of a log-probability.
+    """
+    if not len(distances) or not distances.isfinite().all():
+        return None, None
+    return float(distances.mean()), float(distances.max())
 
 
 def _numbers(values: Tensor) -> list[float | None]:
