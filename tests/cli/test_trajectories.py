@@ -62,6 +62,21 @@ def test_a_whole_line_with_a_positive_log_probability_is_shown(
     assert "5 " in capsys.readouterr().out
 
 
+def test_an_agents_episode_is_shown_as_texts_without_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    reply = {"role": "assistant", "reasoning": "I add them.", "text": "", "calls": [call]}
+    asked = {"role": "user", "text": "1 + 1?\u001b[2J", "cut": 9}
+    place = {"observation": {}, "observation_span": [0, 1], "action_span": [1, 3]}
+    turns = [place | {"messages": [asked], "reply": reply}]
+    (tmp_path / "trajectories.jsonl").write_bytes(encoded(turns=turns) + b"\n")
+    assert main(["trajectories", "show", str(tmp_path)]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    said = ["user: 1 + 1?\\x1b[2J", "(9 characters are missing)", "assistant, reasoning: I add them."]
+    assert [line for line in lines if line in said or "call" in line] == [*said, 'call add: {"a": 1}']
+
+
 def test_versions_are_named_in_the_order_of_their_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Labels have no other order: a resumed run counts again, as another incarnation."""
     orders = [["", "9@bbbbbbbb", "10@bbbbbbbb"], ["", "10@bbbbbbbb", "9@aaaaaaaa"]]

@@ -72,7 +72,8 @@ class Show:
     color: ColorBy = "logprob"
     """Color sampled tokens by log-probability, loss mask or weight version."""
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer. Default: the model of the run, if it launched its server. None shows ids."""
+    """Folder or hub id of the tokenizer. Default: the model of the run, if it launched its server. Without one,
+    an agent's episode is shown as texts, and others as ids."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
+from verl_server.messages.session_types import Message
 from verl_server.rollout.trajectory import Trajectory
 
 ColorBy = Literal["logprob", "mask", "version"]
@@ -22,7 +23,10 @@ _SHARED = "blue"
 
 
 def render(trajectory: Trajectory, color: ColorBy, text_of: TokenText | None) -> RenderableType:
-    """Return the whole trajectory for the terminal. `text_of` decodes ids; None shows the ids themselves."""
+    """Return the whole trajectory for the terminal.
+
+    `text_of` decodes ids. None shows what an agent and its policy said, and ids where the record has no text.
+    """
     parts: list[RenderableType] = [legend(color, trajectory)]
     style = _style(trajectory, color)
     for number, turn in enumerate(trajectory.turns):
@@ -31,16 +35,36 @@ def render(trajectory: Trajectory, color: ColorBy, text_of: TokenText | None) ->
         names = "".join(f" · {call.get('name', 'call')}" for call in calls if isinstance(call, dict))
         ended = f" · {turn.finish_reason}" if turn.finish_reason else ""
         parts.append(Rule(Text(f"turn {number}{ended}{names}"), style="bright_black", align="left"))
+        if text_of is None and (turn.messages or turn.reply):
+            parts += [_said(message) for message in turn.messages]
+            parts += [_said(turn.reply, "none")] if turn.reply is not None else []
+            continue
         line = Text()
         for first, last, kind in _runs(style[start:end]):
             ids = trajectory.tokens[start + first : start + last]
-            line.append(text_of(ids) if text_of is not None else " ".join(map(str, ids)) + " ", kind)
+            line.append(_visible(text_of(ids)) if text_of is not None else " ".join(map(str, ids)) + " ", kind)
         parts.append(line)
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     parts.append(Rule(f"{trajectory.stop_reason} · reward {reward}", style="bright_black", align="left"))
     if trajectory.error:
         parts.append(Text(trajectory.error, "red"))
     return Group(*parts)
+
+
+def _said(message: Message, style: str = _READ) -> Text:
+    """Return a message as text, each part after its name."""
+    parts = [(f"{message.role}, reasoning", message.reasoning)] if message.reasoning else []
+    parts += [(message.role, message.text)] if message.text or not (message.reasoning or message.calls) else []
+    parts += [(f"call {call.name}", call.arguments) for call in message.calls]
+    line = Text("\n").join(Text(f"{_visible(name)}: ", "bold").append(_visible(text), style) for name, text in parts)
+    if message.cut:
+        line.append(f"\n({message.cut} characters are missing)", "red")
+    return line
+
+
+def _visible(text: str) -> str:
+    """Return a text that cannot change the terminal: its control characters are escaped."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def legend(color: ColorBy, trajectory: Trajectory) -> Text:
