@@ -321,10 +321,12 @@ def test_info_routes(make_stack: MakeStack) -> None:
 
 
 def test_metrics_have_sglangs_names(stack: Stack) -> None:
-    stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload={"num_waiting_reqs": 7})
+    gauges = ("num_running_reqs", "token_usage", "gen_throughput", "cache_hit_rate")
+    state = {"num_waiting_reqs": 7} | dict.fromkeys(gauges, 0.5)
+    stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload=state)
     stack.generate(input_ids=[10, 11], sampling_params={"max_new_tokens": 3})
     text = stack.get("/metrics").text
-    for name in ("num_running_reqs", "token_usage", "gen_throughput", "cache_hit_rate"):
+    for name in gauges:
         assert f"\nsglang:{name}{{" in text
     for line in ("sglang:num_queue_reqs", "sglang:prompt_tokens_total", "sglang:generation_tokens_total"):
         (value,) = [row.split()[-1] for row in text.splitlines() if row.startswith(line + "{")]

@@ -34,6 +34,7 @@ from verl_server.server.dialects.sglang.routes import NativeApi
 from verl_server.server.dialects.sglang.session_routes import SglangSessionApi
 from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
+from verl_server.server.http.answer_counts import AnswerCountMiddleware
 from verl_server.server.http.instance import InstanceMiddleware
 from verl_server.server.http.operation import Operation
 from verl_server.server.http.responses import ClientDisconnectedError
@@ -72,7 +73,8 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
         cumulative_events=not server_args.incremental_streaming_output,
     )
     guarded = InstanceMiddleware(AuthMiddleware(replaying, rules, sessions.ledger.table), manager.instance_id)
-    return SessionPathMiddleware(RouteMiddleware(guarded, mounted))
+    counted = AnswerCountMiddleware(guarded, manager.metrics)
+    return SessionPathMiddleware(RouteMiddleware(counted, mounted))
 
 
 def operations(

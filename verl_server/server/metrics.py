@@ -1,36 +1,31 @@
 """Prometheus metrics under SGLang's names, so that SGLang's dashboards work.
 
-Each TokenizerManager owns one `Metrics`. Counters and latencies are recorded for each request. Gauges are read from the
-scheduler when `/metrics` is requested.
+Each TokenizerManager owns one `Metrics`. Counters and latencies are recorded for each request. What other parts of the
+server count is read when `/metrics` is requested (`ScrapedFigures`). docs/monitoring.md lists all metrics.
+
+A label has few values, and no caller chooses one freely. A counter whose labels are known begins at 0, because a rate
+misses the first increment of a series that did not exist.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from verl_server.server.request_state import ReqState
+from verl_server.server.scraped_figures import Scrape, ScrapedFigures, ScrapedSessions, ScrapedStore
+from verl_server.server.weight_pushes import PUSH_ROUTES, PUSH_SOURCES
 from verl_server.server_args import ServerArgs
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-_GAUGES = {
-    "num_running_reqs": "Requests in the running batch",
-    "num_queue_reqs": "Requests waiting",
-    "num_used_tokens": "Tokens that occupy the KV cache",
-    "token_usage": "Share of the KV cache in use",
-    "gen_throughput": "Output tokens per second",
-    "cache_hit_rate": "Share of prompt tokens found in the prefix cache",
-    "max_total_num_tokens": "Capacity of the KV cache in tokens",
-}
-_STATE_NAMES = {"num_queue_reqs": "num_waiting_reqs"}
-"""Gauge -> its key in the scheduler's internal state, for the gauges that have another name there."""
 
 
 def gauges_text(load: Mapping[str, Any]) -> str:
@@ -53,15 +48,6 @@ def gauges_text(load: Mapping[str, Any]) -> str:
 _MOST_IGNORED_NAMES = 100
 _COUNTED_NAME = re.compile(r"\??[A-Za-z0-9_.\-]{1,64}")
 """Names of unknown fields that labels show: 64 characters or less, with `?` before query parameters."""
-
-
-class CountedSessions(Protocol):
-    """The figures of the sessions that `Metrics` reads. `SessionTable` implements it."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def memory(self) -> int: ...
 
 
 def model_label(server_args: ServerArgs) -> str:
@@ -95,7 +81,10 @@ class Metrics:
         self._disconnects = disconnects.labels(**self._labels)
         created = counter("verl_server:sessions_created", "Sessions created")
         self._sessions_created = created.labels(**self._labels)
-        self._sessions_ended = counter("verl_server:sessions_ended", "Sessions that ended, by how", ("reason",))
+        ended = counter("verl_server:sessions_ended", "Sessions that ended, by how", ("reason",))
+        self._sessions_ended = {
+            reason: ended.labels(**self._labels, reason=reason) for reason in ("finished", "expired", "deleted")
+        }
         turns = counter("verl_server:session_turns", "Turns of sessions that finished")
         self._turns = turns.labels(**self._labels)
         branches = "Branches of sessions that began, by the reason"
@@ -104,22 +93,23 @@ class Metrics:
         self._total = histogram("sglang:e2e_request_latency_seconds", "Time to the complete answer", _LATENCY)
         later = "Mean time of each output token after the first"
         self._each = histogram("sglang:time_per_output_token_seconds", later, _PER_TOKEN)
-        self._sessions: CountedSessions | None = None
-        count = Gauge("verl_server:sessions", "Sessions in memory, children included", names, registry=self.registry)
-        self._open_sessions = count.labels(**self._labels)
-        memory = Gauge("verl_server:session_bytes", "Memory of sessions, about", names, registry=self.registry)
-        self._session_bytes = memory.labels(**self._labels)
-        paused = Gauge(
-            "verl_server:paused_seconds",
-            "Seconds since generation was paused; 0 if it is not paused",
-            names,
+        self._answers = counter(
+            "sglang:http_responses", "Answers by route, method and status", ("endpoint", "method", "status_code")
+        )
+        pushes = Histogram(
+            "verl_server:weight_push_seconds",
+            "Time of a weight push that succeeded: of an update, or of a transaction from its begin to its end",
+            [*names, "source"],
+            buckets=_LATENCY,
             registry=self.registry,
         )
-        self._paused = paused.labels(**self._labels)
-        self._gauges = {
-            name: Gauge(f"sglang:{name}", text, names, registry=self.registry).labels(**self._labels)
-            for name, text in _GAUGES.items()
-        }
+        self._pushes = {source: pushes.labels(**self._labels, source=source) for source in PUSH_SOURCES}
+        failures = counter("verl_server:weight_push_failures", "Calls of weight pushes that failed", ("endpoint",))
+        self._push_failures = {route: failures.labels(**self._labels, endpoint=route) for route in PUSH_ROUTES}
+        last = "Unix time of the last weight push that succeeded"
+        self._last_push = Gauge("verl_server:last_weight_push_time_seconds", last, names, registry=self.registry)
+        self._scraped = ScrapedFigures(self._labels)
+        self.registry.register(self._scraped)
 
     def requests_accepted(self, count: int, prompt_tokens: int) -> None:
         self._requests.inc(count)
@@ -159,7 +149,8 @@ class Metrics:
         self._sessions_created.inc()
 
     def session_ended(self, reason: str) -> None:
-        self._sessions_ended.labels(**self._labels, reason=reason).inc()
+        """Count the end of a session: finished, expired or deleted."""
+        self._sessions_ended[reason].inc()
 
     def turn_finished(self, began: str | None) -> None:
         """Count a turn, and the branch that it began. `began` is None if the turn continued a branch."""
@@ -167,24 +158,28 @@ class Metrics:
         if began is not None:
             self._branches.labels(**self._labels, reason=began).inc()
 
-    def watch_sessions(self, sessions: CountedSessions) -> None:
-        """Report the gauges of sessions from now on."""
-        self._sessions = sessions
+    def answered(self, endpoint: str, method: str, status: int) -> None:
+        """Count an answer. `endpoint` and `method` are those of a route that exists."""
+        self._answers.labels(**self._labels, endpoint=endpoint, method=method, status_code=status).inc()
 
-    def _set_session_gauges(self) -> None:
-        if self._sessions is not None:
-            self._open_sessions.set(len(self._sessions))
-            self._session_bytes.set(self._sessions.memory)
+    def weights_pushed(self, source: str, seconds: float) -> None:
+        """Count a weight push that succeeded. `source` is one of `PUSH_SOURCES`."""
+        self._pushes[source].observe(seconds)
+        self._last_push.labels(**self._labels).set(time.time())
 
-    def render(self, internal_state: Mapping[str, Any], paused_seconds: float) -> bytes:
-        """Return all metrics in Prometheus's text format.
+    def push_failed(self, route: str) -> None:
+        """Count a call of a weight push that failed. `route` is one of `PUSH_ROUTES`."""
+        self._push_failures[route].inc()
 
-        `internal_state` is the scheduler's payload, or {} if the scheduler did not answer in time.
-        """
-        self._paused.set(paused_seconds)
-        self._set_session_gauges()
-        for name, gauge in self._gauges.items():
-            value = internal_state.get(name, internal_state.get(_STATE_NAMES.get(name, name)))
-            if isinstance(value, int | float):
-                gauge.set(value)
+    def watch_sessions(self, sessions: ScrapedSessions) -> None:
+        """Report the figures of sessions from now on."""
+        self._scraped.sessions = sessions
+
+    def watch_store(self, store: ScrapedStore) -> None:
+        """Report the figures of the session store from now on."""
+        self._scraped.store = store
+
+    def render(self, scrape: Scrape) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        self._scraped.scrape = scrape
         return generate_latest(self.registry)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -32,6 +33,7 @@ from verl_server.messages.weight_requests import (
     UpdateWeightsFromDiskReq,
 )
 from verl_server.server.pause_watch import Pause
+from verl_server.server.weight_pushes import WeightPushes
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,18 @@ _CONTROL_GRACE = 15.0
 """
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call without a reply. If the future is done, the caller has given up."""
+
+    req: ControlReq
+    future: asyncio.Future[ControlReply]
+    in_transaction: bool
+    """True if a transaction was open when the call was sent."""
+    sent: float = field(default_factory=time.monotonic)
+    """Time on the monotonic clock."""
+
+
 class ControlCalls:
     def __init__(
         self,
@@ -48,8 +62,9 @@ class ControlCalls:
         serial: Iterator[int],
         encode: Callable[[SchedulerInput], bytes],
         send: Callable[[bytes], None],
+        pushes: WeightPushes,
     ) -> None:
-        """Take `serial`, which yields ids, and `encode`.
+        """Take `serial`, which yields ids, and `encode`. `pushes` is told each reply.
 
         For a value that cannot be encoded, `encode` raises BadRequestError.
         """
@@ -65,12 +80,12 @@ class ControlCalls:
         self.model_path = server_args.model_path
         """Folder of the weights that were loaded last."""
         self._control_timeout = server_args.control_timeout
-        self._serial, self._encode, self._send = serial, encode, send
+        self._serial, self._encode, self._send, self._pushes = serial, encode, send, pushes
         self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
         self._transaction_end = 0.0
         """End of the open transaction's lease on the monotonic clock. A transaction may hold generation until then."""
-        self._calls: dict[int, tuple[ControlReq, asyncio.Future[ControlReply]]] = {}
-        """Calls without a reply, by id. If a future is done, its caller has given up."""
+        self._calls: dict[int, _Call] = {}
+        """Calls without a reply, by id."""
 
     async def call(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
         """Send a control request, and return the reply with the same id.
@@ -90,7 +105,7 @@ class ControlCalls:
             # One `control_timeout` in the scheduler's queue, and one to be carried out.
             timeout = 2 * self._control_timeout + idle_timeout + _CONTROL_GRACE
         future: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
-        self._calls[req.id] = req, future
+        self._add(req, future)
         self._send(message)
         try:
             async with asyncio.timeout(timeout):
@@ -107,7 +122,9 @@ class ControlCalls:
         if reply.id not in self._calls:
             logger.error("The scheduler replied to control call %d, which is not waiting for a reply.", reply.id)
             return
-        req, future = self._calls.pop(reply.id)
+        call = self._calls.pop(reply.id)
+        req, future = call.req, call.future
+        self._pushes.note(req, reply, call.sent, call.in_transaction)
         if reply.success:
             self._note_success(req, reply)
         if not future.done():
@@ -118,9 +135,9 @@ class ControlCalls:
     def fail(self, error: Callable[[], VerlServerError]) -> None:
         """Raise `error()` in every waiting call, because no reply will arrive any more."""
         calls, self._calls = self._calls, {}
-        for _, future in calls.values():
-            if not future.done():
-                future.set_exception(error())
+        for call in calls.values():
+            if not call.future.done():
+                call.future.set_exception(error())
 
     @property
     def is_paused(self) -> bool:
@@ -134,15 +151,21 @@ class ControlCalls:
     @property
     def in_flight(self) -> list[str]:
         """Names of the calls that wait for a reply, except GetInternalState, which changes nothing."""
-        return [_name(req) for req, _ in self._calls.values() if not isinstance(req, GetInternalStateReq)]
+        return [_name(call.req) for call in self._calls.values() if not isinstance(call.req, GetInternalStateReq)]
 
     @property
     def updating_weights(self) -> bool:
         """True if an update, or a transaction of updates, may keep generation waiting."""
         updates = UpdateReq | BeginWeightUpdateReq | EndWeightUpdateReq
-        return time.monotonic() < self._transaction_end or any(
-            isinstance(req, updates) for req, _ in self._calls.values()
-        )
+        return self._in_transaction or any(isinstance(call.req, updates) for call in self._calls.values())
+
+    @property
+    def _in_transaction(self) -> bool:
+        """True if a transaction may be open: it was opened, and neither its end nor its lease's end has come."""
+        return time.monotonic() < self._transaction_end
+
+    def _add(self, req: ControlReq, future: asyncio.Future[ControlReply]) -> None:
+        self._calls[req.id] = _Call(req, future, self._in_transaction)
 
     def _give_up(self, req: ControlReq, future: asyncio.Future[ControlReply]) -> None:
         if req.id in self._calls:
@@ -189,7 +212,7 @@ class ControlCalls:
             end = EndWeightUpdateReq(id=next(self._serial), transaction_id=req.transaction_id, discard=True)
             unawaited: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
             unawaited.cancel()
-            self._calls[end.id] = end, unawaited
+            self._add(end, unawaited)
             self._send(self._encode(end))
 
 

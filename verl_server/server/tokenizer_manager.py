@@ -59,6 +59,7 @@ from verl_server.server.slices import Slices
 from verl_server.server.submission import Submission
 from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.text_service import TextService
+from verl_server.server.weight_pushes import WeightPushes
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class TokenizerManager:
         self.busy = BusyTime()
         self.arrivals = Arrivals()
         self._serial = itertools.count(1)
-        self.controls = ControlCalls(server_args, self._serial, self._encode, self._send)
+        self.controls = ControlCalls(server_args, self._serial, self._encode, self._send, WeightPushes(self.metrics))
         self._children: Sequence[Child] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._http_stops: list[Callable[[], Coroutine[Any, Any, None]]] = []

@@ -624,13 +624,16 @@ def test_a_full_disk_refuses_turns_and_loses_none(tmp_path: Path) -> None:
             TurnLedger(store.ledger).view(who)
         with pytest.raises(SessionUnavailableError, match="No space left"):
             created(store.ledger)
+        assert store.journal.backlog > 0
         disk.full = False
         await _until(lambda: store.journal.failure is None)
         await turn(store.ledger, who, plan([5], 1, 4), [6])
+        await _until(lambda: store.journal.backlog == 0)
         before = image(store.ledger)
         await store.close()
         again = Store(tmp_path)
         assert image(again.ledger) == before
+        assert again.journal.size == store.journal.size > 0
         await again.close()
 
     run(main())

@@ -90,6 +90,16 @@ class Journal:
             self._waiting.append((self._given, future))
             await future
 
+    @property
+    def backlog(self) -> int:
+        """Number of records that are not durable yet, by policy."""
+        return self._given - self._durable
+
+    @property
+    def size(self) -> int:
+        """Bytes of the records in the files, dead ones included until a compaction."""
+        return sum(self._live.values()) + self._dead
+
     def close(self) -> None:
         """Write the waiting records, sync, and release the folder. Call this in any thread except the journal's."""
         self._closing.set()

@@ -81,6 +81,7 @@ class SessionService:
         open_sessions = sum(session.state == "open" for session in self.ledger.table.roots())
         self._gate.close(self.ledger.table.last_version if open_sessions else None)
         self.ledger.store = self._journal = journal
+        self._manager.metrics.watch_store(journal)
         self.ledger.table.is_complete = True
         logger.info("The session store %s has %d records and %d open sessions.", folder, count, open_sessions)
         if (reason := self._gate()) is not None:

@@ -18,6 +18,7 @@ from verl_server.server.dialects.vllm.config import vllm_config
 from verl_server.server.http.operation import JSON, TEXT, Operation
 from verl_server.server.http.responses import NotServedError, json_response
 from verl_server.server.metrics import CONTENT_TYPE, gauges_text
+from verl_server.server.scraped_figures import Scrape
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 _STATE_TIMEOUT = 2.0
@@ -207,9 +208,14 @@ class InfoApi:
             state = await self._internal_state()
         except VerlServerError:
             state = {}
-        pause = self._manager.controls.pause
-        text = self._manager.metrics.render(state, 0.0 if pause is None else pause.seconds)
-        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+        controls = self._manager.controls
+        scrape = Scrape(
+            state,
+            paused_seconds=0.0 if controls.pause is None else controls.pause.seconds,
+            busy_seconds=self._manager.busy.seconds,
+            weight_version=controls.weight_version,
+        )
+        return Response(self._manager.metrics.render(scrape), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _gigabytes(nbytes: int) -> float:
