@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _HOST = re.compile(r"(\w+://)[^/\s]+")
 _ABSENT = object()
+_LOCKS = Path("/proc/locks")
+"""Linux lists in it the locks of all processes that this one can see."""
 _COMMAND = "command"
 """Key of the stored settings that an earlier version of this package did not write."""
 
@@ -145,6 +147,22 @@ def claim_file(file: Path) -> Claim:
         if _is_same(descriptor, file):
             return Claim(file, descriptor, is_new=is_new)
         os.close(descriptor)  # another process removed its empty file meanwhile
+
+
+def is_claimed(place: Path) -> bool | None:
+    """Return True if a process of this machine holds the claim of a place. None if the system does not tell.
+
+    No lock is taken for it: a run that begins at this moment would be refused.
+    """
+    try:
+        stat = place.stat()
+        key = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
+        locks = (line.split() for line in _LOCKS.read_text().splitlines())
+        return any(lock[1] == "FLOCK" and lock[3] == "WRITE" and key in lock for lock in locks)
+    except FileNotFoundError:
+        return None if place.exists() else False
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _lock(descriptor: int, place: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.files.json_files import decode_json, parse_json
+from verl_server.files.json_files import convert, decode_json, parse_json
 from verl_server.files.segments import read_segments
 from verl_server.watch.run_records import AnyEvent, Label, RunResumed, RunStarted, TrainedTrajectory
 from verl_server.weight_version import WeightVersion
@@ -97,7 +97,15 @@ class _MetricsLabel(Label):
 
 def read_label(line: bytes, where: str) -> Label:
     """Return the label of a line. Without `incarnation`, it is that of `weight_version`, if the line has one."""
-    label = decode_json(line, _MetricsLabel, where)
+    return _checked(decode_json(line, _MetricsLabel, where), where)
+
+
+def label_of(content: dict[str, Any], where: str) -> Label:
+    """Return the label of a line that was parsed, as `read_label` does."""
+    return _checked(convert(content, _MetricsLabel, where), where)
+
+
+def _checked(label: _MetricsLabel, where: str) -> Label:
     if label.step is not None and label.step < 0:
         raise BadRequestError(f"{where}: step is negative")
     if label.incarnation is None and label.weight_version is not None:
@@ -110,10 +118,21 @@ class _Kind(msgspec.Struct):
     kind: str
 
 
+def decode_event(line: bytes, where: str) -> AnyEvent | None:
+    """Return the event of a line, None for a kind that this version does not know. Raise BadRequestError otherwise."""
+    try:
+        return _EVENTS.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        if decode_json(line, _Kind, where).kind not in _KINDS:
+            return None
+        raise BadRequestError(f"{where}: {error}") from None
+
+
 def _events(path: Path) -> Iterator[AnyEvent]:
     for where, line in read_segments(path):
-        if decode_json(line, _Kind, where).kind in _KINDS:
-            yield decode_json(line, AnyEvent, where)  # type: ignore[arg-type]
+        if (event := decode_event(line, where)) is not None:
+            yield event
 
 
+_EVENTS: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _KINDS = {event.__struct_config__.tag for event in AnyEvent.__args__}
