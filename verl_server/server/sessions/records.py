@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from verl_server.messages.session_types import ForcedMode, History, PolicyLogpro
 
 FORMAT = 2
 FRAME = struct.Struct("<II")
-_LARGEST = 2**31
+LARGEST = 2**31
 """The most bytes of a record. A larger length is damage."""
 _ZEROS = 512
 """Number of bytes. At least so many zeros at the end of a file are a part that was never written."""
@@ -216,7 +216,8 @@ _FIRST_FIELDS = b"|".join(
 )
 _BEGINNING = re.compile(_FIRST_FIELDS, re.DOTALL)
 """The first bytes of a payload: its kind, a map, and the name of the first field, which is always there."""
-_KIND_OF = {struct_type: kind for kind, struct_type in _KINDS.items()}
+KIND_OF = {struct_type: kind for kind, struct_type in _KINDS.items()}
+"""Type of a record -> its kind on disk."""
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS = {kind: msgspec.msgpack.Decoder(struct_type) for kind, struct_type in _KINDS.items()}
 
@@ -227,7 +228,7 @@ class DamagedRecordError(VerlServerError):
 
 def payload(record: Record) -> bytes:
     """Return kind and msgpack payload, without length and checksum."""
-    return bytes((_KIND_OF[type(record)],)) + _ENCODER.encode(record)
+    return bytes((KIND_OF[type(record)],)) + _ENCODER.encode(record)
 
 
 def frame(body: bytes) -> bytes:
@@ -243,13 +244,18 @@ def framed(record: Record) -> bytes:
 
 def has_record(data: bytes, start: int) -> bool:
     """Return True if a valid record begins at `start` or later."""
-    for found in _BEGINNING.finditer(data, start + FRAME.size):
+    for offset in possible_records(data, start):
         try:
-            read_record(data, found.start() - FRAME.size)
+            read_record(data, offset)
         except DamagedRecordError:
             continue
         return True
     return False
+
+
+def possible_records(data: bytes, start: int) -> Iterator[int]:
+    """Yield the offsets from `start` on at which the bytes look like a record. Its checksum is not compared."""
+    return (found.start() - FRAME.size for found in _BEGINNING.finditer(data, start + FRAME.size))
 
 
 def is_cut_off(data: bytes, offset: int) -> bool:
@@ -275,15 +281,20 @@ def read_record(data: bytes | memoryview, offset: int) -> tuple[Any, int]:
         raise DamagedRecordError(f"{len(data) - offset} bytes are less than a record's head")
     length, checksum = FRAME.unpack_from(data, offset)
     start, end = offset + FRAME.size, offset + FRAME.size + length
-    if not 1 <= length < _LARGEST or end > len(data):
+    if not 1 <= length < LARGEST or end > len(data):
         raise DamagedRecordError(f"a record of {length} bytes goes beyond the end of the file")
     body = data[start:end]
     if zlib.crc32(body) != checksum:
         raise DamagedRecordError("the checksum is wrong")
+    return decoded(body), end
+
+
+def decoded(body: bytes | memoryview) -> Any:
+    """Return the record of a kind and its payload. Raise DamagedRecordError if they are none."""
     decoder = _DECODERS.get(body[0])
     if decoder is None:
         raise DamagedRecordError(f"the kind {body[0]} is unknown")
     try:
-        return decoder.decode(body[1:]), end
+        return decoder.decode(body[1:])
     except msgspec.DecodeError as error:
         raise DamagedRecordError(f"the payload is malformed: {error}") from None

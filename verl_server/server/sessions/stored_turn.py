@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from verl_server.messages.session_types import PolicyLogprobs
 from verl_server.sampling_params import EDITS, FILTERS
 from verl_server.server.sessions import turn as turns_of
-from verl_server.server.sessions.session import Session
+from verl_server.server.sessions.records import SessionRecord
 from verl_server.server.sessions.turn import Turn
+
+
+class TurnsOfSession(Protocol):
+    """One session and its turns: `session.Session` in the server, another class in a reader of the store."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def record(self) -> SessionRecord: ...
+
+    @property
+    def root(self) -> TurnsOfSession: ...
+
+    @property
+    def turns(self) -> Sequence[Turn | None]: ...
+
+    def turn(self, number: int) -> Turn: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTurn:
     """A finished turn with its id."""
 
-    session: Session
+    session: TurnsOfSession
     turn: int
 
     @property
@@ -70,6 +89,6 @@ class StoredTurn:
         return list(self.stored.has_choice)
 
 
-def stored_turns(session: Session) -> list[StoredTurn]:
+def stored_turns(session: TurnsOfSession) -> list[StoredTurn]:
     """Return the finished turns of a session, by id."""
     return [StoredTurn(session, i) for i, turn in enumerate(session.turns) if turn is not None]
