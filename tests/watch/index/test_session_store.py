@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.server.sessions import test_reading as reading
 from tests.server.sessions.building import floats, ids
 from tests.server.sessions.test_journal import HEADER, Store, fill
+from tests.server.sessions.test_reading import ASK, CALL, Talk
+from tests.server.sessions.test_turn_texts import Store as MemoryStore
+from tests.server.sessions.test_turn_texts import said, session_of, texts_of
 from verl_server.errors import BadRequestError, SessionNotFoundError
 from verl_server.rollout.trajectory import StopReason
 from verl_server.server.sessions.journal_files import JournalFiles
@@ -25,11 +29,14 @@ from verl_server.server.sessions.records import (
     SessionRecord,
     TurnRecord,
     framed,
+    read_record,
 )
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.sessions.trajectory import branches
 from verl_server.watch.index import store_frames
 from verl_server.watch.index.session_store import SessionStore
+
+tools = reading.tools
 
 
 class Server:
@@ -174,6 +181,47 @@ def test_trajectories_are_the_branches_of_the_server(tmp_path: Path) -> None:
     assert one.weight_versions[2:4] == ["v1", "v1"] and one.reward == 0.5 and one.stop_reason is None
     assert next(store.trajectories("one.helper")).parent == "one"
     assert (store.session("two").state, store.session("two").reason) == ("finished", "why")
+
+
+@pytest.fixture
+def talk(tools: Any) -> Talk:
+    """A session with a tool call, a history that the client edited, and a reply after it."""
+    talk = Talk(tools)
+    talk.ledger.store = MemoryStore()
+    talk.ledger.store.put(session_of(talk).record)
+    history = [ASK]
+    called = said(talk, CALL, *history)
+    history += [called, {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "2"}]
+    said(talk, "<think>\nso\n</think>\n\nTwo.", *history)
+    said(talk, "Another.", ASK, called, {"role": "user", "content": "never mind"})
+    return talk
+
+
+def test_texts_are_those_that_the_server_exports(tmp_path: Path, talk: Talk) -> None:
+    server = Server(tmp_path)
+    server.files.append(b"".join(talk.ledger.store.records))  # type: ignore[attr-defined]
+    expected = texts_of(session_of(talk), retries=True)
+    found = list(followed(tmp_path).trajectories(talk.caller.session_id))
+    assert [t.tokens for t in found] == [branch.ids for branch in expected] and len(found) == 2
+    for trajectory, branch in zip(found, expected, strict=True):
+        texts = [(turn.messages, turn.reply) for turn in trajectory.turns]
+        assert texts == [(turn.messages, turn.reply) for turn in branch.turns]
+    assert found[0].turns[0].messages[0].text == ASK["content"] and found[0].turns[1].messages[0].text == "2"
+    assert (found[1].fork_of, found[1].shared) == (expected[1].fork_of, expected[1].shared_tokens)
+    server.kill()
+
+
+def test_a_session_that_lost_a_turn_has_tokens_and_no_texts(tmp_path: Path, talk: Talk) -> None:
+    records: list[bytes] = talk.ledger.store.records  # type: ignore[attr-defined]
+    turns = [data for data in records if isinstance(read_record(data, 0)[0], TurnRecord)]
+    found = []
+    for number, lost in enumerate(turns):
+        server = Server(tmp_path / str(number))
+        server.files.append(b"".join(data for data in records if data is not lost))
+        server.kill()
+        trajectories = list(followed(tmp_path / str(number)).trajectories(talk.caller.session_id))
+        found.append([[bool(turn.messages) for turn in t.turns] for t in trajectories])
+    assert found == [[], [[False, False]], [[True, True]]], "without the last turn, all texts are there"
 
 
 def test_the_end_of_a_session_is_a_stop_reason(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from verl_server.messages.session_types import Branch
 from verl_server.rollout.agents.types import AgentEpisode
-from verl_server.rollout.trajectory import Event, Task, Trajectory, Turn
+from verl_server.rollout.branch_trajectory import branch_trajectory
+from verl_server.rollout.trajectory import Event, Task, Trajectory
 
 
 def episode_trajectories(episode: AgentEpisode) -> list[Trajectory]:
@@ -22,50 +23,15 @@ def episode_trajectories(episode: AgentEpisode) -> list[Trajectory]:
 
 def _trajectory(episode: AgentEpisode, branch: Branch, known: set[tuple[str, int]]) -> Trajectory:
     """Return the trajectory of a branch. `known` are the (session, turn) of earlier branches, and gets its own."""
-    versions = [""] * len(branch.ids)
-    for span in branch.weight_versions:
-        versions[span.start : span.end] = [span.version] * (span.end - span.start)
-    turns = [
-        Turn(
-            observation={},
-            observation_span=(turn.start, turn.prompt_end),
-            action_span=(turn.prompt_end, turn.end),
-            action={"calls": turn.calls} if turn.calls else {},
-            finish_reason=turn.finish_reason,
-            policy_logprobs=turn.policy_logprobs,
-            sampling=turn.sampling,
-            overridden=turn.overridden,
-            messages=turn.messages,
-            reply=turn.reply,
-        )
-        for turn in branch.turns
-    ]
     waits = [Event(*event) for event in episode.events] if branch.branch == 0 else []
-    events = sorted([*waits, *_generations(episode, branch, known)], key=lambda event: event.start)
-    parent = branch.session.rpartition(".")[0]  # the name of a sub-agent's session begins with its agent's
-    return Trajectory(
-        task=Task(seed=episode.task.seed, group=episode.index, sampling_seed=episode.seed),
-        tokens=list(branch.ids),
-        loss_mask=list(branch.loss_mask),
-        logprobs=list(branch.logprobs),
-        policy_logprobs=list(branch.policy_logprobs or ()),
-        has_choice=list(branch.has_choice or ()),
-        weight_versions=versions,
-        turns=turns,
-        reward=episode.reward,
-        stop_reason=episode.reason,
-        fault=episode.fault,
-        error=episode.error,
-        events=events,
-        began=episode.began,
-        session=branch.session,
-        parent=parent,
-        branch=branch.branch,
-        fork_of=branch.fork_of,
-        shared=branch.shared_tokens,
-        member=episode.member,
-        attempt=episode.attempt,
-    )
+    task = Task(seed=episode.task.seed, group=episode.index, sampling_seed=episode.seed)
+    trajectory = branch_trajectory(branch, task)
+    trajectory.reward, trajectory.stop_reason = episode.reward, episode.reason
+    trajectory.fault, trajectory.error = episode.fault, episode.error
+    trajectory.events = sorted([*waits, *_generations(episode, branch, known)], key=lambda event: event.start)
+    trajectory.began = episode.began
+    trajectory.member, trajectory.attempt = episode.member, episode.attempt
+    return trajectory
 
 
 def _generations(episode: AgentEpisode, branch: Branch, known: set[tuple[str, int]]) -> Iterator[Event]:

@@ -16,6 +16,13 @@ from verl_server.server.sessions.records import SessionRecord
 from verl_server.server.sessions.turn import Turn
 
 
+class NodesOfSession(Protocol):
+    """The message tree of one session."""
+
+    @property
+    def data(self) -> bytes | bytearray: ...
+
+
 class TurnsOfSession(Protocol):
     """One session and its turns: `session.Session` in the server, another class in a reader of the store."""
 
@@ -27,6 +34,9 @@ class TurnsOfSession(Protocol):
 
     @property
     def root(self) -> TurnsOfSession: ...
+
+    @property
+    def nodes(self) -> NodesOfSession: ...
 
     @property
     def turns(self) -> Sequence[Turn | None]: ...

@@ -14,8 +14,7 @@ import msgspec
 
 from verl_server.chat.history import NODE, content_text, message_calls, message_reasoning
 from verl_server.messages.session_types import Branch, BranchTurn, Message, MessageCall
-from verl_server.server.sessions.session import Session
-from verl_server.server.sessions.stored_turn import StoredTurn
+from verl_server.server.sessions.stored_turn import StoredTurn, TurnsOfSession
 from verl_server.server.sessions.turn import Turn
 
 MOST_CHARACTERS = 2**20
@@ -26,7 +25,7 @@ _MESSAGES = msgspec.msgpack.Decoder(list[dict[str, Any]])
 class TurnTexts:
     """The texts of one session. Call `read` with each of its turns, then `placed`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TurnsOfSession) -> None:
         self._session = session
         self._messages: dict[int, Message] = {}  # node of the message tree -> message
 

@@ -7,22 +7,48 @@ server exports (`server.sessions.trajectory`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
+from verl_server.chat.history import NODE
 from verl_server.errors import BadRequestError
 from verl_server.messages.session_types import Branch
+from verl_server.rollout.branch_trajectory import branch_trajectory
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
-from verl_server.rollout.trajectory import Turn as TrajectoryTurn
 from verl_server.server.sessions.records import DamagedRecordError, SessionRecord, TurnRecord, decoded
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.sessions.trajectory import branches
 from verl_server.server.sessions.turn import DELIVERED, Turn
+from verl_server.server.sessions.turn_texts import TurnTexts
 from verl_server.watch.index.store_frames import FrameTail
 
 T = TypeVar("T")
 
 _ENDS = {"seconds": StopReason.TIME_LIMIT, "idle_seconds": StopReason.IDLE}
 """Reason of an expired session -> stop reason."""
+
+
+@dataclass
+class _Nodes:
+    """The message tree, records of `chat.history.NODE`."""
+
+    data: bytes = b""
+
+    def extend(self, first: int, records: bytes) -> bool:
+        """Append the records from node `first` on, without known ones. Return False if some before them are lost."""
+        have = len(self.data) // NODE.size - first
+        self.data += records[max(0, have) * NODE.size :] if have >= 0 else b""
+        return have >= 0
+
+    def fit(self, turns: Sequence[Turn | None]) -> bool:
+        """Return True if each node follows an earlier one, and each reply is that of a turn which is there."""
+        for number, (parent, turn, *_) in enumerate(NODE.iter_unpack(self.data)):
+            if parent >= number or (turn >= 0 and (turn >= len(turns) or turns[turn] is None)):
+                return False
+        count = len(self.data) // NODE.size
+        return all(turn is None or turn.prompt_node < count for turn in turns)
 
 
 class StoredSession:
@@ -35,15 +61,20 @@ class StoredSession:
         """
         self.record = record
         self.turns: list[Turn | None] = []
+        self.nodes = _Nodes()
+        is_whole = True
         shared: dict[object, object] = {}
         for each in turns:
             if each.parent >= 0 and (each.parent >= len(self.turns) or self.turns[each.parent] is None):
+                is_whole = False
                 continue
             self.turns += [None] * (each.turn + 1 - len(self.turns))
-            self.turns[each.turn] = Turn.of(each, shared)
-        for number, turn in enumerate(self.turns):
-            if turn is not None and delivered >> number & 1:
+            self.turns[each.turn] = turn = Turn.of(each, shared)
+            if delivered >> each.turn & 1:
                 turn.flags |= DELIVERED
+            is_whole &= self.nodes.extend(each.first_node, each.nodes)
+        self._texts = self._read_texts() if is_whole and self.nodes.fit(self.turns) else None
+        """None: records of the session are lost, and nobody knows which message belongs to which turn."""
 
     @property
     def id(self) -> str:
@@ -68,42 +99,24 @@ class StoredSession:
 
         `known` are the turns whose times earlier branches have; those of this branch are added.
         """
-        versions = [""] * len(branch.ids)
-        for span in branch.weight_versions:
-            versions[span.start : span.end] = [span.version] * (span.end - span.start)
         new = [turn.turn for turn in branch.turns if turn.turn not in known]
         known.update(new)
-        began = self.record.created
-        times = [self.turn(number).times for number in new]
-        return Trajectory(
-            task=Task(seed=self.record.seed or 0),
-            tokens=list(branch.ids),
-            loss_mask=list(branch.loss_mask),
-            logprobs=list(branch.logprobs),
-            policy_logprobs=list(branch.policy_logprobs or ()),
-            has_choice=list(branch.has_choice or ()),
-            weight_versions=versions,
-            turns=[
-                TrajectoryTurn(
-                    observation={},
-                    observation_span=(turn.start, turn.prompt_end),
-                    action_span=(turn.prompt_end, turn.end),
-                    action={"calls": turn.calls} if turn.calls else {},
-                    finish_reason=turn.finish_reason,
-                    policy_logprobs=turn.policy_logprobs,
-                    sampling=turn.sampling,
-                    overridden=turn.overridden,
-                )
-                for turn in branch.turns
-            ],
-            events=[Event("generate", accepted - began, ended - began) for accepted, _, ended in sorted(times)],
-            began=began,
-            session=self.id,
-            parent=self.record.parent or "",
-            branch=branch.branch,
-            fork_of=branch.fork_of,
-            shared=branch.shared_tokens,
-        )
+        branch = msgspec.structs.replace(branch, session=self.id)
+        placed = branch if self._texts is None else self._texts.placed(branch)
+        trajectory = branch_trajectory(placed, Task(seed=self.record.seed or 0))
+        began = trajectory.began = self.record.created
+        times = sorted(self.turn(number).times for number in new)
+        trajectory.events = [Event("generate", accepted - began, ended - began) for accepted, _, ended in times]
+        return trajectory
+
+    def _read_texts(self) -> TurnTexts | None:
+        texts = TurnTexts(self)
+        try:
+            for turn in stored_turns(self):
+                texts.read(turn)
+        except msgspec.MsgspecError:  # messages of a shape that this version does not know
+            return None
+        return texts
 
 
 def read_stored(
