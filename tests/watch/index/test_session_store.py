@@ -274,6 +274,16 @@ def test_a_snapshot_in_the_place_of_journals_is_read_from_its_beginning(tmp_path
     server.kill()
 
 
+def test_a_snapshot_counts_while_its_journals_are_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(tmp_path)
+    server.write(session("dead"), session("live"))
+    store = followed(tmp_path)
+    monkeypatch.setattr(server.files, "_remove_before", lambda number: None)  # killed before it removes them
+    server.files.compact(2, lambda record: getattr(record, "id", "") == "live")
+    assert store.poll() and names(store) == names(followed(tmp_path)) == ["live"]
+    server.kill()
+
+
 def test_a_record_that_is_being_written_waits(tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.write(session("a"))
