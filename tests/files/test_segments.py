@@ -19,6 +19,17 @@ def numbered(first: int, last: int) -> list[bytes]:
     return [b"%08d\n" % number for number in range(first, last)]
 
 
+def test_places_are_those_of_the_lines(tmp_path: Path) -> None:
+    path, written = tmp_path / "a.jsonl", numbered(0, 7)
+    log = Segments(path, segment_bytes=30)
+    places = log.append(written[:3]) + log.append(written[3:])
+    log.close()
+    places += Segments(path, segment_bytes=30).append(numbered(7, 9))
+    found = [(tmp_path / file).read_bytes()[offset : offset + length] for file, offset, length in places]
+    assert found == written + numbered(7, 9)
+    assert len({place.file for place in places}) > 1
+
+
 def test_segments_are_numbered_and_go_on_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for first in range(0, 40, 4):  # each start appends to the newest segment

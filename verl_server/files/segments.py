@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_server.files.json_files import whole_lines
 
@@ -43,6 +44,15 @@ def _number(path: Path, file: Path) -> int | None:
     return int(digits) if is_number else None
 
 
+class LinePlace(NamedTuple):
+    """The place of a line in its segment."""
+
+    file: str
+    """Name of the segment."""
+    offset: int
+    length: int
+
+
 class Segments:
     """The writer of the segments of one path. Any thread may append; only one process may."""
 
@@ -55,14 +65,15 @@ class Segments:
         self._size = 0
         self._lock = threading.Lock()
 
-    def append(self, lines: Iterable[bytes]) -> int:
-        """Append lines, each of which ends with a line end, and hand them to the operating system. Return their bytes.
+    def append(self, lines: Iterable[bytes]) -> list[LinePlace]:
+        """Append lines, each of which ends with a line end, and hand them to the operating system. Return their places.
 
         Raise OSError if they cannot be written. The segment then ends with the last line that was written whole.
         """
         lines = list(lines)  # a record that cannot be encoded raises before anything is written
         if not lines:
-            return 0
+            return []
+        places = []
         with self._lock:
             if self._descriptor < 0:
                 self._open_newest()
@@ -74,9 +85,10 @@ class Segments:
                     pending, size = [], 0
                     self._rotate()
                 pending.append(line)
+                places.append(LinePlace(self._newest.name, size, len(line)))
                 size += len(line)
             self._write(b"".join(pending))
-        return sum(map(len, lines))
+        return places
 
     def close(self) -> None:
         with self._lock:
