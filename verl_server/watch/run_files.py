@@ -42,7 +42,11 @@ class Lineage:
 
         An incarnation that no event names counts as one before the first event.
         """
-        return step is None or step < self._ends.get(incarnation, self._ends[None])
+        return step is None or step < self.end(incarnation)
+
+    def end(self, incarnation: str | None) -> float:
+        """Return the first step of `incarnation` that a later start runs again; infinity if there is none."""
+        return self._ends.get(incarnation, self._ends[None])
 
 
 def rank_paths(folder: Path, kind: str) -> list[Path]:

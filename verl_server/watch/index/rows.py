@@ -16,6 +16,9 @@ from verl_server.errors import VerlServerError
 Order = Literal["newest", "oldest", "reward", "-reward", "tokens", "-tokens", "turns", "-turns", "seconds", "-seconds"]
 """Orders of episodes. With "-", the largest is the first. Episodes without a reward are the last ones."""
 
+GroupOrder = Literal["spread", "reward", "tokens", "failed", "group"]
+"""Orders of groups: the largest spread of rewards first, the smallest mean reward, the longest, the most failures."""
+
 Fate = Literal["", "trained", "skipped", "dropped", "playing", "untrained"]
 """What became of an episode's group. "": the run is synchronous, or has no steps. playing: the group played or waited
 when the files were read. untrained: the run did not complete the step. The others are those of `GroupDone`."""
@@ -144,8 +147,10 @@ class BranchRow(msgspec.Struct, kw_only=True):
     parent: str
     """Session that this one was started by; "" if there is none, or it is unknown."""
     branch: int
-    shared: int | None
-    """Tokens that this branch has in common with the one that it forked from; None if it is unknown."""
+    fork_of: int | None
+    """Branch of the same session from which this one departs; None if it begins a conversation."""
+    shared: int
+    """Leading tokens that the branch `fork_of` has, too."""
     turns: int
     tokens: int
     sampled: int
@@ -182,7 +187,7 @@ class GroupRow(msgspec.Struct, kw_only=True):
     least_reward: float | None
     most_reward: float | None
     failed: int
-    """Episodes without a reward, or with an end that is not regular."""
+    """Episodes with an error that have no reward, or an end that is not regular, as `StepMetrics.failed`."""
     replaced: int
     mean_tokens: float
     most_tokens: int
