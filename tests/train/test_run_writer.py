@@ -27,6 +27,7 @@ from verl_server.train.options import GRPOConfig
 from verl_server.train.run_writer import RunWriter
 from verl_server.train.trained_record import TrainedRecord, age_of
 from verl_server.watch import run_records
+from verl_server.watch.index.line_rows import line_row
 from verl_server.watch.recorded import read_recorded
 from verl_server.watch.run_files import read_events, read_metrics, read_trained
 from verl_server.watch.run_records import (
@@ -315,7 +316,7 @@ def test_threads_write_side_by_side(tmp_path: Path) -> None:
 
     def episodes(step: int) -> None:
         files.record_trajectories(step, [make_trajectory(0, 1.0, 2)])
-        files.record_line(b'{"step": 0}\n')
+        files.record_line(b'{"step": 0}\n', line_row("trajectory", b'{"step": 0}\n'))
 
     def training(step: int) -> None:
         files.note(StepBegan(step=step))

@@ -238,7 +238,7 @@ class Demo:
         urls = parts.servers.urls
         setup = PlayerSetup(args=encode_args(parts.options), urls=urls, keys=[None], incarnation=incarnation)
         url = parts.loop.environment_url
-        with contextlib.closing(RolloutProcess(setup, lambda line: None, environment_url=url)) as rollouts:
+        with contextlib.closing(RolloutProcess(setup, lambda line, row: None, environment_url=url)) as rollouts:
             yield AsyncGRPO(
                 parts.trainer,
                 parts.servers,

@@ -7,6 +7,7 @@
     trained-rankN.jsonl        what the trainer of rank N computed for each trajectory that it trained
     untrained-rankN.jsonl      trajectories of rank N that ended in a step which the run did not complete
     events-rankN.jsonl         segments that rank N > 0 has removed
+    index-rankN.sqlite         a row for each line about a trajectory of rank N (`watch.index`), for readers
 
 A file with the number of a rank is written by that rank, the others by rank 0. Lines are only appended: a resumed run
 appends the steps that run again under another incarnation, and `run_files` tells them from the lost ones. Files are
@@ -19,7 +20,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from verl_server.files.json_values import jsonable
 from verl_server.files.segments import SEGMENT_BYTES, Segments, remove_oldest, segment_files
 from verl_server.rollout.trajectory import Trajectory, labelled
 from verl_server.train.metrics import Failure, StepMetrics
+from verl_server.watch.index.index_file import IndexFile
+from verl_server.watch.index.line_rows import Row, trained_row, trajectory_row
+from verl_server.watch.index.row_kinds import index_of_rank
 from verl_server.watch.run_files import rank_paths
 from verl_server.watch.run_records import Label, RunEvent, RunResumed, RunStarted, SegmentRemoved, TrainedTrajectory
 
@@ -70,6 +74,7 @@ class RunWriter:
         own = [path for kind in _BOUNDED for path in rank_paths(folder, kind) if _rank_of(path) % ranks == rank]
         self._bounded = list(dict.fromkeys([self._trajectories.path, self._trained.path, *own]))
         self._size = sum(file.stat().st_size for path in self._bounded for file in segment_files(path))
+        self._index = IndexFile(index_of_rank(folder, rank))
         self._untrained = Segments(folder / f"untrained-rank{rank}.jsonl")
         self._metrics = Segments(folder / "metrics.jsonl")
         self._errors = Segments(folder / "errors.jsonl")
@@ -80,6 +85,7 @@ class RunWriter:
         with self._lock:
             for file in files:
                 file.close()
+            self._index.close()
 
     def begin(self, event: RunStarted | RunResumed) -> None:
         """Write the event of this start. Readers need it to tell the lines of several starts from each other.
@@ -102,44 +108,54 @@ class RunWriter:
 
     def record(self, metrics: StepMetrics, failures: Sequence[Failure] = ()) -> None:
         """Append one step to metrics.jsonl and errors.jsonl. Rank 0 calls it."""
-        label = self._label(metrics.step)
+        label = msgspec.structs.asdict(self._label(metrics.step))
         self._errors.append(_lines(label | msgspec.structs.asdict(failure) for failure in failures))
         self._metrics.append(_lines([label | dataclasses.asdict(metrics)]))
 
     def record_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Append this rank's trajectories of a step. Every rank calls it with its own."""
         if self._kept_bytes and trajectories:
-            self._keep(self._trajectories, _lines(labelled(trajectories, **self._label(step))))
+            label = self._label(step)
+            lines = _lines(labelled(trajectories, **msgspec.structs.asdict(label)))
+            self._keep(
+                self._trajectories, lines, lambda: [trajectory_row("trajectory", label, t) for t in trajectories]
+            )
 
-    def record_line(self, line: bytes) -> None:
-        """Append a trajectory as its line, which has its label."""
+    def record_line(self, line: bytes, row: Row) -> None:
+        """Append a trajectory as its line, which has its label. `row` is its row in the index."""
         if self._kept_bytes:
-            self._keep(self._trajectories, [line])
+            self._keep(self._trajectories, [line], lambda: [row])
 
     def record_trained(self, trained: Sequence[TrainedTrajectory]) -> None:
         """Append what the trainer computed for this rank's trajectories. Every rank calls it with its own."""
         if self._kept_bytes and trained:
             for record in trained:
                 record.rank, record.incarnation, record.time = self._rank, self.incarnation, time.time()
-            self._keep(self._trained, _lines(trained))
+            self._keep(self._trained, _lines(trained), lambda: [trained_row(record) for record in trained])
 
     def record_untrained(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Append this rank's trajectories that ended in a step which the run does not complete."""
         if trajectories:
-            self._untrained.append(_lines(labelled(trajectories, **self._label(step))))
+            label = self._label(step)
+            places = self._untrained.append(_lines(labelled(trajectories, **msgspec.structs.asdict(label))))
+            self._index.add(places, lambda: [trajectory_row("untrained", label, t) for t in trajectories])
 
-    def _keep(self, file: Segments, lines: Iterable[bytes]) -> None:
-        """Append lines to a bounded file, and remove the oldest segments with trajectories beyond the bound."""
+    def _keep(self, file: Segments, lines: Iterable[bytes], rows: Callable[[], Sequence[Row]]) -> None:
+        """Append lines to a bounded file, with `rows` to the index.
+
+        Remove the oldest segments with trajectories beyond the bound.
+        """
         with self._lock:
-            self._size += file.append(lines)
+            places = file.append(lines)
+            self._index.add(places, rows)
+            self._size += sum(place.length for place in places)
             if self._size > self._kept_bytes:  # looking for the segments takes longer than writing an episode
                 for removed, size in remove_oldest(self._bounded, self._kept_bytes):
                     self._size -= size
                     self.note(SegmentRemoved(rank=_rank_of(removed), file=removed.name, bytes=size))
 
-    def _label(self, step: int) -> dict[str, Any]:
-        label = Label(step=step, rank=self._rank, incarnation=self.incarnation, time=time.time())
-        return msgspec.structs.asdict(label)
+    def _label(self, step: int) -> Label:
+        return Label(step=step, rank=self._rank, incarnation=self.incarnation, time=time.time())
 
     def _append_event(self, event: RunEvent) -> None:
         with self._lock:

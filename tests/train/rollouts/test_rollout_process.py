@@ -77,7 +77,9 @@ def group_of(group: int) -> PlayGroup:
 
 
 @contextlib.contextmanager
-def launched(setup: PlayerSetup, version: str, on_episode: Callable[[bytes], None]) -> Iterator[RolloutProcess]:
+def launched(
+    setup: PlayerSetup, version: str, on_episode: Callable[[bytes, tuple[Any, ...]], None]
+) -> Iterator[RolloutProcess]:
     """A rollout process that plays with the weights `version`, in step 7."""
     with contextlib.closing(RolloutProcess(setup, on_episode, environment_url="env")) as rollouts:
         rollouts.serve(NowServed(version=version, step=7))
@@ -106,7 +108,7 @@ def collect(rollouts: RolloutProcess, count: int) -> dict[int, GroupEnded]:
 
 def test_groups_play_while_another_one_waits(setup: PlayerSetup, version: str, gate: Path) -> None:
     lines: list[bytes] = []
-    with launched(setup, version, lines.append) as rollouts:
+    with launched(setup, version, lambda line, row: lines.append(line)) as rollouts:
         assert finished(rollouts, 0.0) == []
         for group in (HELD, 0, 5):
             rollouts.play(group_of(group))
@@ -128,7 +130,7 @@ def test_a_process_that_is_killed_is_launched_again_and_plays_its_groups_anew(
     setup: PlayerSetup, version: str, gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines: list[bytes] = []
-    with launched(setup, version, lines.append) as rollouts:
+    with launched(setup, version, lambda line, row: lines.append(line)) as rollouts:
         first = rollouts._child
         for group in (0, HELD, 1):
             rollouts.play(group_of(group))
@@ -147,7 +149,7 @@ def test_a_process_that_is_killed_is_launched_again_and_plays_its_groups_anew(
 def test_a_process_that_hangs_is_replaced(
     setup: PlayerSetup, version: str, gate: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with launched(setup, version, lambda line: None) as rollouts:
+    with launched(setup, version, lambda line, row: None) as rollouts:
         rollouts.play(group_of(HELD))
         assert finished(rollouts, 0.0) == []
         first = rollouts._child
@@ -165,7 +167,7 @@ def test_a_process_that_hangs_is_replaced(
 
 
 def test_a_group_that_is_cancelled_does_not_end(setup: PlayerSetup, version: str, gate: Path) -> None:
-    with launched(setup, version, lambda line: None) as rollouts:
+    with launched(setup, version, lambda line, row: None) as rollouts:
         rollouts.play(group_of(HELD))
         rollouts.play(group_of(0))
         rollouts.cancel(HELD)
@@ -183,7 +185,7 @@ def test_a_wrong_agent_or_task_file_is_named(setup: PlayerSetup, tmp_path: Path)
     ):
         args = replace(decode_args(setup.args), **changes)
         with pytest.raises(ServerLaunchError, match=message) as failure:
-            RolloutProcess(msgspec.structs.replace(setup, args=encode_args(args), keys=["key"]), lambda line: None)
+            RolloutProcess(msgspec.structs.replace(setup, args=encode_args(args), keys=["key"]), lambda line, row: None)
         assert "Traceback" not in str(failure.value)
 
 
@@ -196,7 +198,7 @@ def test_the_start_can_be_given_up(setup: PlayerSetup) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        RolloutProcess(setup, lambda line: None, stop)
+        RolloutProcess(setup, lambda line, row: None, stop)
 
 
 OPTIONS = [
@@ -252,7 +254,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RolloutProc
     monkeypatch.setattr(rollout_process, "ChildProcess", FakeChild)
     setup = PlayerSetup(args={}, urls=[], keys=[], incarnation="5f2c9a1e")
     with contextlib.ExitStack() as stack:
-        yield lambda on_episode=lambda line: None: stack.enter_context(
+        yield lambda on_episode=lambda line, row: None: stack.enter_context(
             contextlib.closing(RolloutProcess(setup, on_episode))
         )
 
@@ -276,12 +278,12 @@ def test_a_process_that_is_killed_in_the_middle_of_a_message_is_launched_again(f
 
 
 def test_an_error_of_who_takes_the_episodes_ends_the_run(fakes: Any) -> None:
-    def full(line: bytes) -> None:
+    def full(line: bytes, row: tuple[Any, ...]) -> None:
         raise BrokenPipeError(f"cannot write {line!r}")
 
     rollouts = fakes(full)
     rollouts.play(group_of(4))
-    FakeChild.made[0].send(EpisodeEnded(line=b"x"))
+    FakeChild.made[0].send(EpisodeEnded(line=b"x", row=()))
     with pytest.raises(BrokenPipeError, match="cannot write b'x'"):
         finished(rollouts, WAIT)
 

@@ -55,6 +55,8 @@ class EpisodeEnded(msgspec.Struct, tag=True, kw_only=True):
 
     line: bytes
     """Its line of trajectories-rank0.jsonl."""
+    row: tuple[Any, ...]
+    """Its row in the index of these lines (`watch.index`)."""
 
 
 class GroupBegan(msgspec.Struct, tag=True, kw_only=True):

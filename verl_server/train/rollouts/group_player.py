@@ -44,6 +44,7 @@ from verl_server.train.rollouts.group_messages import (
     decode_args,
 )
 from verl_server.train.rollouts.places import GroupPlaces, Places
+from verl_server.watch.index.line_rows import trajectory_row
 from verl_server.watch.run_records import Label
 from verl_server.weight_version import WeightVersion, at_least
 
@@ -122,7 +123,8 @@ class GroupPlayer:
         def record(trajectory: Trajectory) -> None:
             label = Label(step=begun.step, rank=0, incarnation=self._incarnation, time=time.time())
             (values,) = labelled([trajectory], **msgspec.structs.asdict(label))
-            self._send(EpisodeEnded(line=msgspec.json.encode(values, enc_hook=jsonable) + b"\n"))
+            line = msgspec.json.encode(values, enc_hook=jsonable) + b"\n"
+            self._send(EpisodeEnded(line=line, row=trajectory_row("trajectory", label, trajectory)))
 
         version = WeightVersion.parse(begun.version)
         demand = begun.version if version is None else at_least(version)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
@@ -62,7 +63,7 @@ class RolloutProcess:
     def __init__(
         self,
         setup: PlayerSetup,
-        on_episode: Callable[[bytes], None],
+        on_episode: Callable[[bytes, tuple[Any, ...]], None],
         also: Callable[[], None] | None = None,
         *,
         environment_url: str = "",
@@ -70,9 +71,9 @@ class RolloutProcess:
     ) -> None:
         """Start the process, and wait until it is ready.
 
-        `on_episode` is called in another thread with the line of each episode that ends. `also` is called several times
-        a second during the start, and may raise to give it up. Raise ServerLaunchError if the process cannot start; the
-        error has the reason (a wrong agent, say).
+        `on_episode` is called in another thread with the line and the row of each episode that ends. `also` is called
+        several times a second during the start, and may raise to give it up. Raise ServerLaunchError if the process
+        cannot start; the error has the reason (a wrong agent, say).
         """
         self._setup = setup
         self._on_episode = on_episode
@@ -207,7 +208,7 @@ class RolloutProcess:
 class _Inbox:
     """The thread that receives what a rollout process sends."""
 
-    def __init__(self, connection: Connection, on_episode: Callable[[bytes], None]) -> None:
+    def __init__(self, connection: Connection, on_episode: Callable[[bytes, tuple[Any, ...]], None]) -> None:
         self.groups: queue.SimpleQueue[GroupBegan | GroupEnded | Exception | None] = queue.SimpleQueue()
         """The groups that have begun and ended; an error of `on_episode`; None when the process has ended."""
         self._connection = connection
@@ -236,7 +237,7 @@ class _Inbox:
             try:
                 message = msgspec.msgpack.decode(data, type=FromPlayer)
                 if isinstance(message, EpisodeEnded):
-                    self._on_episode(message.line)
+                    self._on_episode(message.line, message.row)
             except Exception as error:  # a full disk, say
                 self.groups.put(error)
                 return
