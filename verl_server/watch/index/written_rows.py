@@ -1,7 +1,8 @@
 """Reads the index that a writer made (`index_file`), and checks its rows against the files of lines.
 
 An index may be behind, torn, of another version, or of files that were replaced. The rows of a file count if they cover
-it from its begin to where the index says without a gap, and if the file there is the one that was indexed.
+it from its begin to where the index says without a gap, if the file there is the one that was indexed, and if the last
+row is what its line says.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from verl_server.watch.index.columns import LINE, TRAINED, VERSION
-from verl_server.watch.index.line_files import digest_before
+from verl_server.watch.index.columns import LINE, PLACE_WIDTH, TRAINED, VERSION
+from verl_server.watch.index.line_files import digest_before, read_line
 from verl_server.watch.index.line_rows import Row
+from verl_server.watch.index.row_kinds import row_of_line
 
 _CHUNK_ROWS = 1000
 
@@ -65,9 +67,16 @@ def written_rows(index: Path, folder: Path, wanted: set[str]) -> Iterator[Chunk]
                     if ends.get(file) == offset and offset < sources[file].end:
                         (chunk.lines if table == "lines" else chunk.trained).append(row)
                         ends[file] = offset + length
-                        if ends[file] == sources[file].end:
+                        if ends[file] == sources[file].end and _is_true(folder / file, row):
                             chunk.files[file] = sources[file]
                 yield chunk
+
+
+def _is_true(file: Path, row: Row) -> bool:
+    """Return True if a row is what the line at its place says."""
+    offset, length = row[1:PLACE_WIDTH]
+    line = read_line(file, offset, length)
+    return line is not None and row[PLACE_WIDTH:] == row_of_line(file.name, line)
 
 
 def _chunks(database: sqlite3.Connection, table: str, columns: dict[str, str]) -> Iterator[list[Row]]:
