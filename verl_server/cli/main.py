@@ -34,7 +34,7 @@ commands:
   serve     serve a model:           verl-server serve --model-path FOLDER_OR_HUB_ID --port 30000
   warm-up   compile a server's kernels before its first start, for container images; takes the options of serve
   rollout   run agents in environments, with a server's policy; with --agent, any function or program
-  trajectories  list, show and count what a rollout recorded:  verl-server trajectories ls | show | stats | repair
+  trajectories  list, show, count, index and export what a rollout recorded:  verl-server trajectories ls | show ...
   env       serve an environment:    verl-server env serve MODULE:CLASS --port 8000
   demo      train a tiny policy on a multi-turn game, with all processes on this machine
   bench     measure the engine:      verl-server bench offline --device cpu --shape tiny

@@ -1,4 +1,4 @@
-"""`verl-server trajectories ls | show | stats`: what an agent run, or another rollout, recorded.
+"""`verl-server trajectories ls | show | stats | index | export`: what an agent run, or another rollout, recorded.
 
 `trajectories repair` is a command of the server (`server.sessions.journal_repair`), and `cli` calls it. It is here for
 `--help` only.
@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, subcommand
 
+from verl_server.cli.trajectory_files import Export, Index, export, index
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import decode_json, read_bytes
 from verl_server.files.model_folder import load_tokenizer
@@ -31,7 +32,7 @@ from verl_server.watch.recorded import Recorded, read_recorded, recorded_files
 from verl_server.watch.viewer import ColorBy, TokenText, render
 
 HELP = """\
-List, show and count the trajectories that a rollout, an agent run, a demo or a training run recorded.
+List, show, count, index and export the trajectories that a rollout, an agent run, a demo or a training run recorded.
 
 Examples:
 - verl-server trajectories ls            (the runs in the folder runs)
@@ -39,6 +40,8 @@ Examples:
 - verl-server trajectories show runs/x --episode 3-0 --tokenizer MODEL
 - verl-server trajectories show runs/grpo --step 12 --color version
 - verl-server trajectories stats runs/x
+- verl-server trajectories index runs/old
+- verl-server trajectories export runs/grpo --parquet episodes.parquet
 - verl-server trajectories repair SESSION_STORE --check
 
 Exit status: 0, 1 if there is no such run, step or episode or a file is damaged, 2 for wrong options.
@@ -246,6 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Annotated[Ls, subcommand("ls")]
         | Annotated[Show, subcommand("show")]
         | Annotated[Stats, subcommand("stats")]
+        | Annotated[Index, subcommand("index")]
+        | Annotated[Export, subcommand("export")]
         | Annotated[Repair, subcommand("repair")],  # type: ignore[arg-type]
         args=argv,
         prog="verl-server trajectories",
@@ -254,6 +259,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if isinstance(command, Repair):
         raise BadRequestError("repair is the first word after trajectories: verl-server trajectories repair FOLDER.")
+    if isinstance(command, Index):
+        return index(command, console)
+    if isinstance(command, Export):
+        return export(command, console)
     if isinstance(command, Ls):
         return ls(command, console)
     return show(command, console) if isinstance(command, Show) else stats(command, console)

@@ -163,7 +163,7 @@ class Demo:
             folder = make_policy_folder(out / "model", self.args.seed, head_dim)
             interrupt = stack.enter_context(_Interrupt())
             parts = self._start(stack, folder)
-            for name in _RESULTS:
+            for name in (*_RESULTS, "trajectories.jsonl.index.sqlite"):
                 (out / name).unlink(missing_ok=True)
             before = self._evaluate(parts.loop, "before training")
             append_jsonl(out / "trajectories.jsonl", labelled(before, phase="before"))

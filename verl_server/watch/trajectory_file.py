@@ -1,5 +1,7 @@
 """`TrajectoryFile`: the file of `verl-server rollout --out`, with the settings of the run in FILE.run.json beside it.
 
+FILE.index.sqlite has a row for each trajectory (`watch.index`).
+
 Each trajectory is appended when it ends. A resumed run plays those again that the infrastructure ended, or in which the
 policy sampled no token.
 """
@@ -16,8 +18,13 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.json_files import whole_lines
 from verl_server.files.json_values import jsonable
 from verl_server.files.run_output import Claim, check_settings, claim_file, store_settings, stored_settings
-from verl_server.rollout.trajectory import Fault, Trajectory, append_jsonl, read_jsonl, read_trajectory
+from verl_server.files.segments import LinePlace
+from verl_server.rollout.trajectory import Fault, Trajectory, read_jsonl, read_trajectory
+from verl_server.watch.index.index_file import IndexFile
+from verl_server.watch.index.line_rows import trajectory_row
+from verl_server.watch.index.row_kinds import index_beside
 from verl_server.watch.pipe_output import PipeOutput, is_no_regular_file
+from verl_server.watch.run_records import Label
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +47,7 @@ class TrajectoryFile:
         self._kept: dict[tuple[int, int], bytes] = {}
         self._replaces = False
         self._claim: Claim | None = None
+        self._index: IndexFile | None = None
         self._pipe: PipeOutput | None = None
         if is_no_regular_file(file):
             if resume:
@@ -97,18 +105,26 @@ class TrajectoryFile:
         else:
             self._check(settings, self._may_differ)
             self._claim.replace(list(self._kept.values()))
+        database = index_beside(self.file)
+        database.unlink(missing_ok=True)  # of the file before
+        self._index = IndexFile(database)
 
     def add(self, trajectory: Trajectory) -> None:
         """Append a trajectory that has ended. Raise VerlServerError if the file cannot be written any more."""
         if self._pipe is not None:
             self._pipe.write(msgspec.json.encode(trajectory, enc_hook=jsonable) + b"\n")
             return
+        line = msgspec.json.encode(trajectory, enc_hook=jsonable) + b"\n"
         try:
-            append_jsonl(self.file, [trajectory])
+            with self.file.open("ab") as output:
+                place = LinePlace(self.file.name, output.tell(), len(line))
+                output.write(line)
         except OSError as error:
             raise VerlServerError(
                 f"{self.file} cannot be written: {error.strerror or error}. The same command with --resume continues."
             ) from None
+        if self._index is not None:
+            self._index.add([place], lambda: [trajectory_row("trajectory", Label(), trajectory)])
 
     def trajectories(self) -> list[Trajectory]:
         """Return all trajectories of the file, with those before the resumption; [] if it is no regular file."""
@@ -116,6 +132,8 @@ class TrajectoryFile:
 
     def close(self) -> None:
         """Release the file."""
+        if self._index is not None:
+            self._index.close()
         if self._claim is not None:
             self._claim.release()
         if self._pipe is not None:

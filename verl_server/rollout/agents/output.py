@@ -352,6 +352,7 @@ def _rewrite(path: Path, records: Iterable[Any]) -> None:
     new = path.with_suffix(".tmp")
     new.unlink(missing_ok=True)
     append_jsonl(new, records)
+    path.with_name(f"{path.name}.index.sqlite").unlink(missing_ok=True)  # somebody may have made one of the old lines
     replace_file(new, path)
 
 

@@ -55,6 +55,12 @@ def kind_of(file: str) -> str:
     return "trajectory" if name is None or name[1] == "trajectories" else name[1]
 
 
+def rank_of(file: str) -> int | None:
+    """Return the rank that wrote a file of a training run; None for another file."""
+    name = _NAME.fullmatch(file)
+    return None if name is None else int(name[2])
+
+
 def row_of_line(file: str, line: bytes | None) -> Row:
     """Return the row of a line, without its place; None is a line that is too long."""
     kind = kind_of(file)

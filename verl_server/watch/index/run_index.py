@@ -10,6 +10,7 @@ import logging
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from verl_server.watch.index.episode_rows import (
     step_row,
 )
 from verl_server.watch.index.line_files import read_line
-from verl_server.watch.index.row_ids import find
+from verl_server.watch.index.row_ids import find, row_id
 from verl_server.watch.index.rows import (
     Activity,
     Episode,
@@ -45,6 +46,7 @@ from verl_server.watch.index.rows import (
     StepRow,
 )
 from verl_server.watch.index.run_database import RunDatabase
+from verl_server.watch.index.run_tables import NEWEST
 from verl_server.watch.index.text_search import TextSearch
 from verl_server.watch.run_records import Label, TrainedTrajectory
 
@@ -54,10 +56,9 @@ _POLL_SECONDS = 0.5
 """Pause before the files are looked at again."""
 _HUGE = 1e308
 """Stands for a number that is larger than each reward."""
-_NEWEST = "coalesce(time, ended, used, 0)"
 _ORDERS: dict[str, tuple[str, bool]] = {
-    "newest": (_NEWEST, True),
-    "oldest": (_NEWEST, False),
+    "newest": (NEWEST, True),
+    "oldest": (NEWEST, False),
     "reward": (f"coalesce(reward, {_HUGE})", False),
     "-reward": (f"coalesce(reward, -{_HUGE})", True),
     "tokens": ("tokens", False),
@@ -215,11 +216,11 @@ class RunIndex:
         key, descends = _ORDERS[order]
         way, sign = ("DESC", "<") if descends else ("", ">")
         if after is not None:
-            condition += f" AND ({key}, file, offset) {sign} (?, ?, ?)"
-            values += after
+            condition += f" AND {key} {sign}= ? AND ({key}, file, offset) {sign} (?, ?, ?)"
+            values += [after[0], *after]
         return connection.execute(
             f"SELECT {key} AS k, * FROM episodes WHERE {condition} "
-            f"ORDER BY k {way}, file {way}, offset {way} LIMIT {int(limit)}",
+            f"ORDER BY {key} {way}, file {way}, offset {way} LIMIT {int(limit)}",
             values,
         ).fetchall()
 
@@ -233,6 +234,26 @@ class RunIndex:
             )
             branches = [branch_row(connection, each) for each in lines.fetchall()]
             return Episode(head=episode_row(connection, head), branches=branches)
+
+    # -- lines of all episodes, for an export -------------------------------------------------------------------
+
+    def line_ids(self, step: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield (number, bytes) of the lines, without lost ones, in the order of files and offsets.
+
+        With `step`, yield those that the step used.
+        """
+        with self._database.reading() as connection:
+            yield from connection.execute(
+                "SELECT id, length FROM lines WHERE kind != 'damaged' AND is_lost = 0 AND (?1 IS NULL OR used = ?1) "
+                "ORDER BY file, offset",
+                (step,),
+            )
+
+    def line(self, number: int) -> dict[str, Any]:
+        """Return the columns of a line, with its id as `row`."""
+        with self._database.reading() as connection:
+            found = connection.execute("SELECT * FROM lines WHERE id = ?", (number,)).fetchone()
+            return dict(found) | {"row": row_id(found)}
 
     # -- lines ------------------------------------------------------------------------------------------------
 

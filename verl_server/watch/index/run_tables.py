@@ -53,6 +53,8 @@ _JUDGED = {
 }
 """Columns of an episode that are judged as `train.metrics` judges them, and its versions. h is the first line, a has
 the sums."""
+NEWEST = "coalesce(time, ended, used, 0)"
+"""By what the newest episodes are found."""
 EPISODE = ("id", *_HEAD, *_SUMS, *_JUDGED)
 
 CREATE = (
@@ -69,6 +71,7 @@ CREATE = (
     "CREATE UNIQUE INDEX trained_place ON trained (file, offset)",
     "CREATE INDEX trained_key ON trained (grp, member, sampled_step, incarnation)",
     "CREATE INDEX episodes_place ON episodes (place, is_lost, is_replaced, grp)",
+    f"CREATE INDEX episodes_newest ON episodes ({NEWEST}, file, offset)",
 )
 AFFECTED = "CREATE TEMP TABLE affected (id INTEGER PRIMARY KEY)"
 """Of the connection that writes."""
@@ -129,7 +132,7 @@ SETTLE = (
         SELECT h.id, {", ".join(f"h.{name}" for name in _HEAD)}, {", ".join(f"a.{name}" for name in _SUMS)},
             {", ".join(_JUDGED.values())}
         FROM (SELECT episode, {", ".join(f"{value} AS {name}" for name, value in _SUMS.items())} FROM lines
-            WHERE episode IN (SELECT DISTINCT l.episode FROM affected JOIN lines l USING (id)) GROUP BY episode) a
+            WHERE episode IN (SELECT DISTINCT l.episode FROM affected n CROSS JOIN lines l ON l.id = n.id) GROUP BY episode) a
         JOIN lines h ON h.id = a.episode""",
     "DELETE FROM affected",
 )
