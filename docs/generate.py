@@ -38,6 +38,8 @@ COMMANDS = {
     "verl-server trajectories ls": ("verl_server.cli.trajectories", "Ls"),
     "verl-server trajectories show": ("verl_server.cli.trajectories", "Show"),
     "verl-server trajectories stats": ("verl_server.cli.trajectories", "Stats"),
+    "verl-server trajectories index": ("verl_server.cli.trajectory_files", "Index"),
+    "verl-server trajectories export": ("verl_server.cli.trajectory_files", "Export"),
     "verl-server trajectories repair": ("verl_server.server.sessions.journal_repair", "RepairArgs"),
     "verl-server env serve": ("verl_server.rollout.environments.env_process", "EnvServerArgs"),
     "verl-server demo": ("verl_server.train.demo", "DemoArgs"),
@@ -68,6 +70,7 @@ RUN_FILES = (
     ("`trained-rankN.jsonl`", "a trajectory that was trained: [TrainedTrajectory](#trainedtrajectory)", "rank N"),
     ("`untrained-rankN.jsonl`", "a trajectory that ended in a step which the run did not complete", "rank N"),
     ("`events-rankN.jsonl`", "a segment that rank N > 0 has removed: [SegmentRemoved](#segmentremoved)", "rank N"),
+    ("`index-rankN.sqlite`", "no record: the [index](../runs.md#the-files-of-a-training-run) of these files", "rank N"),
 )
 SECTIONS = {
     "verl_server.server.dialects.sglang.routes": "Generation",

@@ -6,8 +6,8 @@ and decodes only what the row needs: it counts the tokens of a line without maki
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ def trajectory_row(kind: str, label: Label, trajectory: Trajectory, phase: str |
     sampled = sum(t.loss_mask)
     versions = list(dict.fromkeys(t.weight_versions))
     prompt = msgspec.json.encode(t.turns[0].messages) if t.turns and t.session else b"[]"
-    sizes = len(t.tokens), sampled, math.fsum(t.logprobs) / sampled if sampled else None
+    sizes = len(t.tokens), sampled, sum(t.logprobs) / sampled if sampled else None
     return _row(kind, label, phase, t, sizes, versions, prompt)
 
 
@@ -48,7 +48,7 @@ def line_row(kind: str, line: bytes) -> Row:
         t = msgspec.json.decode(line, type=_Line)
         tokens = _count(t.loss_mask)
         sampled = bytes(t.loss_mask).count(b"1")
-        total = math.fsum(msgspec.json.decode(t.logprobs, type=list[float])) if sampled else 0.0
+        total = sum(msgspec.json.decode(t.logprobs, type=list[float])) if sampled else 0.0
         sizes = tokens, sampled, total / sampled if sampled else None
         prompt = bytes(t.turns[0].messages) if t.turns and t.session else b"[]"
         return _row(kind, t, t.phase, t, sizes, _labels(bytes(t.weight_versions)), prompt)
@@ -176,7 +176,7 @@ def _row(
     for event in t.events:
         if event.kind in seconds:
             seconds[event.kind] += event.end - event.start
-    oldest, newest, count = _extremes(versions)
+    oldest, newest, count = _extremes(tuple(versions))
     return (
         kind,
         *(label.step, label.rank, label.incarnation, label.time, phase),
@@ -201,18 +201,20 @@ def _trained(r: TrainedTrajectory | _TrainedLine, entropy: float | None) -> Row:
 
 def _tools(turns: Sequence[_HasCalls]) -> str:
     """Return the names of the tools that the policy called, sorted and separated by line ends."""
-    names: set[str] = set()
+    found: set[str] = set()
     for turn in turns:
-        action = turn.action if isinstance(turn.action, dict) else {}
-        calls = action.get("calls")
-        found = [call.get("name") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-        found += [action.get("tool_name")]
-        found += [call.name for call in turn.reply.calls] if turn.reply is not None else []
-        names.update(_text(" ".join(name.split())[:TOOL_CHARACTERS]) for name in found if isinstance(name, str))
+        if isinstance(turn.action, dict):
+            calls = turn.action.get("calls")
+            given = [call.get("name") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+            found.update(name for name in (turn.action.get("tool_name"), *given) if isinstance(name, str))
+        if turn.reply is not None:
+            found.update(call.name for call in turn.reply.calls)
+    names = {_text(" ".join(name.split())[:TOOL_CHARACTERS]) for name in found}
     return "\n".join(sorted(names - {""})[:TOOL_NAMES])
 
 
-def _extremes(versions: Sequence[str]) -> tuple[str, str, int]:
+@functools.lru_cache(maxsize=256)  # the episodes of a step have the same ones
+def _extremes(versions: tuple[str, ...]) -> tuple[str, str, int]:
     """Return the oldest and the newest label, and the number of labels. Free labels are in the order of the tokens."""
     labels = [label for label in versions if label]
     if not labels:
@@ -253,7 +255,7 @@ def _digest(seed: int, prompt: bytes) -> str:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    return sum(known) / len(known) if known else None
 
 
 def _text(text: str) -> str:

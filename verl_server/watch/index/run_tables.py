@@ -132,7 +132,8 @@ SETTLE = (
         SELECT h.id, {", ".join(f"h.{name}" for name in _HEAD)}, {", ".join(f"a.{name}" for name in _SUMS)},
             {", ".join(_JUDGED.values())}
         FROM (SELECT episode, {", ".join(f"{value} AS {name}" for name, value in _SUMS.items())} FROM lines
-            WHERE episode IN (SELECT DISTINCT l.episode FROM affected n CROSS JOIN lines l ON l.id = n.id) GROUP BY episode) a
+            WHERE episode IN (SELECT DISTINCT l.episode FROM affected n CROSS JOIN lines l ON l.id = n.id)
+            GROUP BY episode) a
         JOIN lines h ON h.id = a.episode""",
     "DELETE FROM affected",
 )
