@@ -48,6 +48,9 @@ class Servers:
     def ensure(self, _: Any) -> None:
         pass
 
+    def counters(self) -> dict[str, Any]:
+        return {}
+
 
 class Player:
     """Plays with the newest weights of `servers` for no time at all, unless `wait` is set."""

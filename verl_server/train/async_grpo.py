@@ -50,6 +50,7 @@ from verl_server.train.rollouts.rollout_process import open_rollouts
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_end import Progressing
 from verl_server.train.sampled_versions import leave_out_other_versions
+from verl_server.train.server_use import ServerUse
 from verl_server.train.servers import RolloutServers
 from verl_server.train.stopping import RunStoppedError, StopRequest
 from verl_server.watch.run_records import GroupDone, GroupFate, RunEvent
@@ -109,6 +110,7 @@ class _Batch:
     """Cause -> seconds that the trainer waited for it."""
     idle: dict[str, float] = field(default_factory=dict)
     """trainer, servers -> share of the time since the last batch without work."""
+    cache_hit_rate: float | None = None
     dropped: int = 0
     """Groups that became too old since the last step."""
 
@@ -168,7 +170,7 @@ class AsyncGRPO:
         """Seconds of the present wait after which it was logged last."""
         self._dropped = 0
         self._served: NowServed | None = None
-        self._busy: dict[str, float] = {}
+        self._use = ServerUse(servers.counters)
         self._last_batch = time.monotonic()
 
     @property
@@ -193,7 +195,7 @@ class AsyncGRPO:
         metrics.rollout_seconds, metrics.waits = sum(batch.waits.values()), batch.waits
         metrics.age, metrics.age_max = batch.ages.mean, batch.ages.largest
         metrics.ages, metrics.version_spans, metrics.idle = batch.ages.ages, batch.ages.spans, batch.idle
-        metrics.dropped_groups = batch.dropped
+        metrics.dropped_groups, metrics.cache_hit_rate = batch.dropped, batch.cache_hit_rate
         is_trained = False
         if metrics.skipped is not None:
             self.next_step += 1
@@ -267,8 +269,10 @@ class AsyncGRPO:
         ages = describe_ages([result.trajectories for result in results], self.weight_version)
         waits = dict(self._waits)
         seconds = max(report.seconds, 1e-9)
-        idle = {"trainer": sum(waits.values()) / seconds} | self._idle_servers(seconds)
-        self._batch = _Batch(report, shares[0], groups, ages, waits, idle, self._dropped)
+        self._use.read()
+        idle = {"trainer": sum(waits.values()) / seconds} | self._use.idle(seconds)
+        hits = self._use.cache_hit_rate()
+        self._batch = _Batch(report, shares[0], groups, ages, waits, idle, hits, self._dropped)
         self._used = (self.next_step, [group.number for group in groups])
         self._waits.clear()
         self._told = self._dropped = 0
@@ -285,12 +289,6 @@ class AsyncGRPO:
             "Step %d has waited %.0f s for %s. %s. An episode ends by its limits (--trajectory-timeout).",
             *(self.next_step, waited, what, self._buffer.describe()),
         )
-
-    def _idle_servers(self, seconds: float) -> dict[str, float]:
-        """Return {"servers": mean share of the last `seconds` in which a server had no request}, {} if none tells."""
-        before, self._busy = self._busy, self.servers.busy_seconds()
-        idle = [1 - (busy - before[name]) / seconds for name, busy in self._busy.items() if name in before]
-        return {"servers": max(0.0, sum(idle) / len(idle))} if idle else {}
 
     def _collect(self, timeout: float) -> None:
         """Start the groups that may start. Take those that have finished; wait at most `timeout` seconds for one."""

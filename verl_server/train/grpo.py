@@ -53,6 +53,7 @@ from verl_server.train.ranks import SaveGroup, full, over_ranks
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.sampled_versions import leave_out_other_versions
+from verl_server.train.server_use import ServerUse
 from verl_server.train.servers import RolloutServers
 from verl_server.train.stopping import StopRequest
 from verl_server.train.trained_record import TrainedRecord
@@ -273,6 +274,7 @@ class GRPO:
         self._groups = trainer.config.groups // ranks.size
         self._first_group = ranks.rank * self._groups
         self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())
+        self._use = ServerUse(servers.counters)
 
     @property
     def weight_version(self) -> WeightVersion:
@@ -294,6 +296,9 @@ class GRPO:
         if self._alarm is not None:
             self._alarm.check(gap, step)
         metrics = describe_rollout(report, step=step, version=version, ranks=self._ranks.size, gap=gap)
+        if self._ranks.rank == 0:
+            self._use.read()
+            metrics.idle, metrics.cache_hit_rate = self._use.idle(report.seconds), self._use.cache_hit_rate()
         if metrics.skipped is not None:
             self.next_step += 1
         else:

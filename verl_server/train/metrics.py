@@ -18,6 +18,7 @@ from verl_server.logprob_gap import LogprobGap
 from verl_server.rollout.faults import fault_of
 from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode, is_unsampled
 from verl_server.rollout.unsampled import is_too_long, remedy
+from verl_server.train.episode_counts import EpisodeCounts
 
 _SERVER_FAILED = (
     StopReason.GENERATION_ERROR,
@@ -115,6 +116,7 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     """The scored episodes that replaced others."""
     original: Means = msgspec.field(default_factory=Means)
     """The scored episodes that replaced no other one."""
+    counts: EpisodeCounts = msgspec.field(default_factory=EpisodeCounts)
 
     @property
     def mean_reward(self) -> float | None:
@@ -212,6 +214,7 @@ def report_rollout(
         lost=Means.of(lost),
         replacing=Means.of([b for b in scored if b[0].attempt]),
         original=Means.of([b for b in scored if not b[0].attempt]),
+        counts=EpisodeCounts.of(episodes),
     )
 
 
@@ -247,6 +250,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         lost=sum((r.lost for r in reports), Means()),
         replacing=sum((r.replacing for r in reports), Means()),
         original=sum((r.original for r in reports), Means()),
+        counts=sum((r.counts for r in reports), EpisodeCounts()),
     )
 
 
@@ -349,7 +353,7 @@ class StepMetrics:
     """The reason if the step had nothing to train on; weights and version stay."""
     age: float | None = None
     """Mean age of the episodes: the number of the trained version minus that of an episode's oldest token. Asynchronous
-    runs only, as the next four."""
+    runs only, as the next three, `waits` and `dropped_groups`."""
     age_max: int | None = None
     """Largest age of an episode."""
     ages: dict[str, int] = field(default_factory=dict)
@@ -362,7 +366,8 @@ class StepMetrics:
     """
     idle: dict[str, float] = field(default_factory=dict)
     """trainer, servers -> share of the time since the last step in which it had nothing to do: the trainer waited, or a
-    server had no request (mean over the servers that tell)."""
+    server had no request (mean over the servers that tell). A synchronous run has servers only, as a share of the
+    rollout's time."""
     dropped_groups: int = 0
     """Groups that were left out since the last step, because they were too old."""
     success: float | None = None
@@ -386,6 +391,25 @@ class StepMetrics:
     """Mean reward of the scored episodes that replaced no other one."""
     original_tokens: float | None = None
     """Mean number of sampled tokens of the same episodes."""
+    groups: int = 0
+    """Groups with a trainable episode."""
+    groups_without_spread: int = 0
+    """Those of `groups` in which all trainable episodes have the same reward: the step learns nothing from them."""
+    reward_min: float | None = None
+    """Lowest reward of a trainable episode."""
+    reward_max: float | None = None
+    """Highest reward of a trainable episode."""
+    truncated: int = 0
+    """Episodes that a limit cut: they ended at max_turns, max_tokens or context_full, or `max_new_tokens` cut one of
+    their answers. Answers of fewer than 8 tokens are left out, because an action of fixed length ends in this way."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts of all turns."""
+    reusable_tokens: int = 0
+    """Those of `prompt_tokens` that an earlier prompt or answer of the episode had, or the first prompt of another
+    episode of the group: a prefix cache can have them."""
+    cache_hit_rate: float | None = None
+    """Share of the prompt tokens that the servers' prefix caches had, since the last step. It counts all requests of
+    the servers. None in the first step, and if no server tells."""
 
 
 def note_learned(metrics: StepMetrics, learned: Learned, loss_scale: float | None, seconds: float) -> None:
@@ -431,6 +455,13 @@ def describe_rollout(
         replacing_tokens=report.replacing.mean_tokens,
         original_reward=report.original.mean_reward,
         original_tokens=report.original.mean_tokens,
+        groups=report.counts.groups,
+        groups_without_spread=report.counts.without_spread,
+        reward_min=report.counts.lowest,
+        reward_max=report.counts.highest,
+        truncated=report.counts.truncated,
+        prompt_tokens=report.counts.prompt_tokens,
+        reusable_tokens=report.counts.reusable_tokens,
     )
 
 

@@ -30,6 +30,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.messages.weight_requests import UpdateMode
+from verl_server.train.server_use import ServerCounters
 from verl_server.train.stopping import StopRequest
 from verl_server.watch.run_records import PushBegan, PushEnded, RunEvent, ServerHealed, ServerLost, ServerRelaunched
 
@@ -83,14 +84,16 @@ class RolloutServers:
         """The connections to the servers. Rank 0 has them."""
         return [_adapter(engine) for engine in self.engines]
 
-    def busy_seconds(self) -> dict[str, float]:
-        """Return instance id -> seconds in which the server had a request. Rank 0 calls it; not every server tells."""
-        found: dict[str, float] = {}
+    def counters(self) -> dict[str, ServerCounters]:
+        """Return instance id -> counters of each server that answers. Rank 0 calls it."""
+        found: dict[str, ServerCounters] = {}
         for adapter in self.adapters:
             with contextlib.suppress(VerlServerError):
                 info = adapter.get_server_info()
-                if (seconds := info.get("busy_seconds")) is not None:
-                    found[str(info.get("instance_id"))] = seconds
+                state = next(iter(info.get("internal_states") or ()), {})
+                found[str(info.get("instance_id"))] = ServerCounters(
+                    info.get("busy_seconds"), state.get("prompt_tokens_total"), state.get("cached_tokens_total")
+                )
         return found
 
     @property

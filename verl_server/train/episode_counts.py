@@ -1,0 +1,91 @@
+"""`EpisodeCounts`: what a step's episodes say about its groups, its limits and its prompts, as sums of all ranks.
+
+`metrics.report_rollout` makes them, and `watch.advisories` judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from verl_server.rollout.trajectory import StopReason, Trajectory
+
+_CUT = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL)
+"""Ends at a limit. A limit of time is not among them: it counts as a failure."""
+_SHORTEST_CUT = 8
+"""Tokens of an answer from which on its end at `max_new_tokens` is a cut. Games whose action is one token, or a few,
+end every answer in this way."""
+
+
+class EpisodeCounts(msgspec.Struct, kw_only=True):
+    """Sums over the episodes of one rank, or of all ranks once they are added."""
+
+    groups: int = 0
+    """Groups with an episode that has a reward and a token to train on."""
+    without_spread: int = 0
+    """Those of `groups` in which all these rewards are equal."""
+    lowest: float | None = None
+    """Lowest reward of these episodes."""
+    highest: float | None = None
+    """Highest reward of these episodes."""
+    truncated: int = 0
+    """Episodes that ended at a limit of turns or tokens, or with an answer that `max_new_tokens` cut."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts of all turns."""
+    reusable_tokens: int = 0
+    """Those of `prompt_tokens` that were in an earlier prompt or answer of the episode, or in the first prompt of
+    another episode of the group."""
+
+    @classmethod
+    def of(cls, episodes: Sequence[Sequence[Trajectory]]) -> EpisodeCounts:
+        """Return the sums of `episodes`, each of which is its branches."""
+        rewards: dict[int, list[float]] = {}
+        for branches in episodes:
+            if (reward := branches[0].reward) is not None and any(t.is_trainable for t in branches):
+                rewards.setdefault(branches[0].task.group, []).append(reward)
+        found = [reward for group in rewards.values() for reward in group]
+        counts = cls(
+            groups=len(rewards),
+            without_spread=sum(max(group) - min(group) < 1e-9 for group in rewards.values()),
+            lowest=min(found, default=None),
+            highest=max(found, default=None),
+            truncated=sum(any(map(_is_cut, branches)) for branches in episodes),
+        )
+        first_prompts: set[tuple[int, tuple[int, ...]]] = set()
+        for trajectory in (t for branches in episodes for t in branches):
+            known = 0
+            for turn in trajectory.turns:
+                start, end = turn.action_span
+                # A turn that branches share is in the loss mask of one of them.
+                if start < end and trajectory.loss_mask[start]:
+                    if not known:
+                        first = (trajectory.task.group, tuple(trajectory.tokens[:start]))
+                        known = start if first in first_prompts else 0
+                        first_prompts.add(first)
+                    counts.prompt_tokens += start
+                    counts.reusable_tokens += known
+                known = end
+        return counts
+
+    def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
+        lows = [low for low in (self.lowest, other.lowest) if low is not None]
+        highs = [high for high in (self.highest, other.highest) if high is not None]
+        return EpisodeCounts(
+            groups=self.groups + other.groups,
+            without_spread=self.without_spread + other.without_spread,
+            lowest=min(lows, default=None),
+            highest=max(highs, default=None),
+            truncated=self.truncated + other.truncated,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            reusable_tokens=self.reusable_tokens + other.reusable_tokens,
+        )
+
+
+def _is_cut(trajectory: Trajectory) -> bool:
+    if trajectory.stop_reason in _CUT:
+        return True
+    return any(
+        turn.finish_reason == "length" and turn.action_span[1] - turn.action_span[0] >= _SHORTEST_CUT
+        for turn in trajectory.turns
+    )
