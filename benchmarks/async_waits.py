@@ -37,7 +37,6 @@ from transformers import AutoTokenizer
 
 from benchmarks.async_report import report
 from benchmarks.async_tables import tables
-from verl_server.logprob_gap import GapAlarm
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts
 from verl_server.rollout.environments.env_server import EnvServer
@@ -56,7 +55,9 @@ from verl_server.train.ranks import all_ranks, launch_engine, setup_ranks
 from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, PlayerSetup, encode_args
 from verl_server.train.rollouts.rollout_process import RolloutProcess
 from verl_server.train.run import Step
+from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.servers import RolloutServers
+from verl_server.watch.advisories import Advisor
 from verl_server.watch.run_records import GroupDone, RunEvent
 from verl_server.weight_version import WeightVersion, new_incarnation
 
@@ -202,7 +203,8 @@ def train(args: Run, folder: Path) -> tuple[Record, Policy]:
         settings: dict[str, Any] = {"dtype": "float32", "log_level": "warning", "cpu_threads": 1, "kv_cache_gib": 0.25}
         engine = stack.enter_context(launch_engine(str(folder), device, **settings))
         policy, ranks = load_policy(str(folder), device, compute_dtype=torch.float32), all_ranks()
-        trainer, alarm = PolicyTrainer(policy, args.grpo, args.steps, device), GapAlarm(torch.float32)
+        trainer = PolicyTrainer(policy, args.grpo, args.steps, device)
+        advisor = RunAdvisor(Advisor("float32"), ranks)
         options = TrainArgs(
             model_path=str(folder),
             env_url=url,
@@ -214,7 +216,7 @@ def train(args: Run, folder: Path) -> tuple[Record, Policy]:
         run: GRPO | AsyncGRPO
         if args.trainer != "async_grpo":
             servers, loop = RolloutServers([engine], ranks), stack.enter_context(_agent_loop(options, str(engine.url)))
-            run = (DelayedGRPO if args.trainer == "delayed" else GRPO)(trainer, servers, loop, ranks, alarm=alarm)
+            run = (DelayedGRPO if args.trainer == "delayed" else GRPO)(trainer, servers, loop, ranks, advisor=advisor)
             if isinstance(run, DelayedGRPO):
                 run.delay, run.waiting = args.max_staleness, deque()
         else:
@@ -236,7 +238,7 @@ def train(args: Run, folder: Path) -> tuple[Record, Policy]:
                 ranks,
                 steps=args.steps,
                 max_staleness=age,
-                alarm=alarm,
+                advisor=advisor,
                 incarnation=incarnation,
                 note=note,
             )

@@ -2,7 +2,8 @@
 
 For any trainer. Both sides must hold the same weights, and the tokens must be drawn from the distribution that the
 trainer computes. Then the gap is the arithmetic of two implementations only, a small number that depends on the dtype.
-A larger gap means that the trainer trains another policy than the one that is sampled. `GapAlarm` watches it:
+A larger gap means that the trainer trains another policy than the one that is sampled. `GapAlarm` watches it in a
+trainer of your own (runs of this package have `train.run_advisor`):
 
     alarm = GapAlarm(torch.bfloat16)
     gap = LogprobGap.of(recorded, recomputed, mask)     # each step, before the first update
@@ -13,10 +14,8 @@ Ranks add their gaps (`sums`, `from_sums`), so that all of them decide alike.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,11 +23,10 @@ import torch
 from torch import Tensor
 
 from verl_server.errors import VerlServerError
+from verl_server.gap_bounds import CAUSES, DTYPE_BOUNDS, GROWING_STEPS, GapHistory
+from verl_server.gap_bounds import GapBounds as GapBounds
 
 logger = logging.getLogger(__name__)
-
-_GROWING_STEPS = 4
-"""Steps in a row, each with a larger mean gap than the one before, that end a run whose gap is above `warn`."""
 
 
 class LogprobGapError(VerlServerError):
@@ -86,27 +84,8 @@ class LogprobGap:
         return f"mean {self.mean:.2g}, largest {self.largest:.2g}, KL {self.kl:.2g} nats over {self.tokens:,} tokens"
 
 
-@dataclass(frozen=True)
-class GapBounds:
-    """Bounds on the mean and on the largest gap of a step."""
-
-    warn_mean: float
-    warn_largest: float
-    stop_mean: float
-
-
-BOUNDS = {
-    torch.float32: GapBounds(warn_mean=5e-5, warn_largest=1e-4, stop_mean=1e-2),
-    torch.float16: GapBounds(warn_mean=2e-2, warn_largest=0.2, stop_mean=0.1),
-    torch.bfloat16: GapBounds(warn_mean=0.1, warn_largest=2.0, stop_mean=0.4),
-}
-"""Bounds by the dtype in which both sides compute: above all that SmolLM2-135M shows (docs/training.md)."""
-
-_CAUSES = (
-    "Likely causes: server and trainer compute in different dtypes; the server does not hold the trainer's weights (an "
-    "update that failed or was partial, another model); requests were sampled at another temperature, or with masks, "
-    "bias or penalties that the trainer does not compute; weights or activations that are not finite."
-)
+BOUNDS: dict[torch.dtype, GapBounds] = {getattr(torch, name): bounds for name, bounds in DTYPE_BOUNDS.items()}
+"""Bounds by the dtype in which both sides compute."""
 
 
 class GapAlarm:
@@ -117,32 +96,21 @@ class GapAlarm:
         a gap may end the run."""
         self.bounds = bounds or BOUNDS[dtype]
         self._dtype, self._stops = str(dtype).removeprefix("torch."), stops
-        self._means: deque[float] = deque(maxlen=_GROWING_STEPS)
+        self._history = GapHistory(self.bounds)
         self.on_alarm: Callable[[int, str, bool], None] = lambda step, text, stops: None
         """Takes the step of an alarm, its text, and True if it raises an error."""
 
     def check(self, gap: LogprobGap | None, step: int) -> None:
         """Warn if the gap of `step` is above its bound. Raise LogprobGapError far above it, or if it keeps growing."""
-        if gap is None:
+        if gap is None or (verdict := self._history.judge(gap.mean, gap.largest)) is None:
             return
-        bounds = self.bounds
-        self._means.append(gap.mean)
-        means = list(self._means)
-        is_large = not (gap.mean <= bounds.warn_mean and gap.largest <= bounds.warn_largest)
-        grows = (
-            len(means) == _GROWING_STEPS
-            and all(a < b for a, b in itertools.pairwise(means))
-            and means[-1] > bounds.warn_mean
-            and means[-1] >= 2 * means[0]
-        )
-        if not is_large:
-            return
-        limit = f"{bounds.warn_mean:g} (mean) and {bounds.warn_largest:g} (largest) are expected in {self._dtype}"
-        text = f"Step {step}: log-probabilities of server and trainer differ: {gap}; {limit}."
-        if self._stops and (not gap.mean <= bounds.stop_mean or grows):
-            why = f"It grew over {_GROWING_STEPS} steps." if gap.mean <= bounds.stop_mean else ""
-            message = " ".join(part for part in (text, why, _CAUSES) if part)
-            self.on_alarm(step, message, True)
+        expected = self._history.expected(self._dtype)
+        text = f"Step {step}: log-probabilities of server and trainer differ: {gap}; {expected}."
+        if verdict.grows and self._stops:
+            text += f" It grew over {GROWING_STEPS} steps."
+        message = f"{text} Likely causes: {CAUSES}."
+        is_end = self._stops and verdict.is_error
+        self.on_alarm(step, message, is_end)
+        if is_end:
             raise LogprobGapError(message)
-        self.on_alarm(step, f"{text} {_CAUSES}", False)
-        logger.warning("%s %s", text, _CAUSES)
+        logger.warning("%s", message)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_server.files.segments import Segments, read_segments, remove_oldest, segment_files
+from verl_server.files.segments import SegmentFollower, Segments, read_segments, remove_oldest, segment_files
 
 
 def lines_of(path: Path) -> list[bytes]:
@@ -145,3 +145,20 @@ def test_a_disk_that_refuses_to_cut_a_torn_line_spoils_no_further_one(
     assert lines_of(log.path) == numbered(0, 1)
     log.append(numbered(2, 3))
     assert log.path.read_bytes() == b"".join(numbered(0, 1) + numbered(2, 3))
+
+
+def test_a_follower_yields_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    follower = SegmentFollower(path)
+    assert list(follower.read()) == [], "no file yet"
+    path.write_bytes(b"a\nb\nhal")
+    assert list(follower.read()) == [(f"{path}:1", b"a\n"), (f"{path}:2", b"b\n")]
+    assert list(follower.read()) == []
+    path.write_bytes(b"a\nb\nhalf\n")
+    second = tmp_path / "events.1.jsonl"
+    second.write_bytes(b"c\n")
+    assert list(follower.read()) == [(f"{path}:3", b"half\n"), (f"{second}:1", b"c\n")]
+    path.unlink()  # the writer of a bounded file
+    with second.open("ab") as file:
+        file.write(b"d\n")
+    assert list(follower.read()) == [(f"{second}:2", b"d\n")]

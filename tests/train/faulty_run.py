@@ -212,6 +212,16 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
 
             patch(Player, "run", bypasses)
             patch(Player, "is_agent", True)
+        case "equal":  # in every step
+
+            def is_constant(player: Player, tasks: Sequence[Task], on_finish: Any = None) -> Rollout:
+                played = play(player, tasks, on_finish)
+                for trajectory in played.trajectories:
+                    trajectory.reward = 0.0
+                return played
+
+            play = Player.run
+            patch(Player, "run", is_constant)
         case "record":
 
             def fails(folder: RunWriter, metrics: Any, *arguments: Any) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from tests.train.conftest import make_trajectory
 from tests.train.played_groups import OneServer, PlayedGroups, PolicyEngine, Pushes, ScriptedGroups
-from verl_server.logprob_gap import GapAlarm, LogprobGapError
+from verl_server.logprob_gap import LogprobGapError
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import StepResult
 from verl_server.rollout.episode import Limits
@@ -31,7 +31,9 @@ from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import SaveGroup, all_ranks
 from verl_server.train.run import Step
+from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.stopping import RunStoppedError, StopRequest
+from verl_server.watch.advisories import Advisor
 from verl_server.watch.run_records import GroupDone
 
 CPU = torch.device("cpu")
@@ -105,7 +107,7 @@ def test_without_staleness_it_is_grpo_bit_for_bit(policy_folder: Path) -> None:
             all_ranks(),
             steps=steps,
             max_staleness=0,
-            alarm=GapAlarm(torch.float32),
+            advisor=RunAdvisor(Advisor("float32"), all_ranks()),
             incarnation=INCARNATION,
         )
         run.push()
@@ -444,7 +446,9 @@ def test_a_server_with_other_weights_raises_the_alarm(policy_folder: Path) -> No
     with playing(policy_folder) as (servers, loop):
         rollouts = PlayedGroups(loop)
         trainer = trainer_of(policy_folder, 2)
-        run = AsyncGRPO(trainer, servers, rollouts, all_ranks(), steps=2, alarm=GapAlarm(torch.float32))  # type: ignore[arg-type]
+        run = AsyncGRPO(
+            trainer, servers, rollouts, all_ranks(), steps=2, advisor=RunAdvisor(Advisor("float32"), all_ranks())
+        )  # type: ignore[arg-type]
         run.push()
         other = [(name, weight * 1.5) for name, weight in trainer.policy.named_weights()]
         servers.engine.push(other, str(run.weight_version))

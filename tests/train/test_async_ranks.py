@@ -18,7 +18,7 @@ from verl_server.watch.run_records import GroupDone
 STEPS = 4
 SETTINGS = ["--env-url", "http://nowhere", "--no-chat", "--device", "cpu", "--steps", str(STEPS), "--retry-pause", "0"]
 SETTINGS += ["--grpo.groups", "3", "--grpo.group-size", "4", "--grpo.minibatches", "1", "--grpo.epochs", "1"]
-SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--save-timeout", "20", "--gap-alarm", "off"]
+SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--save-timeout", "20", "--stop-on", "none"]
 SETTINGS += ["--max-staleness", "1"]
 
 

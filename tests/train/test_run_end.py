@@ -24,13 +24,16 @@ from verl_server.models.tiny import make_model_folder
 from verl_server.train.checkpoints import latest_checkpoint
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.stopping import SIGNALS
+from verl_server.watch.advisories import advisories_of
+from verl_server.watch.run_files import read_events
+from verl_server.watch.run_records import Alarm, CheckpointSaved, RunEnded
 
 STEPS = 4
 ENDS_THE_PROCESS = ("SIGTERM, but the rollout goes on", "SIGKILL in rollout", "two signals")
 SETTINGS = ["--env-url", "http://nowhere", "--no-chat", "--device", "cpu", "--retry-pause", "0", "--steps", str(STEPS)]
 SETTINGS += ["--grpo.groups", "2", "--grpo.group-size", "4", "--grpo.minibatches", "2", "--grpo.epochs", "1"]
 SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--save-every", "1", "--save-timeout", "20"]
-SETTINGS += ["--gap-alarm", "off"]  # the player makes log-probabilities up
+SETTINGS += ["--stop-on", "none"]  # the player makes log-probabilities up
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +221,7 @@ def test_the_last_checkpoint_stays(reference: Reference, tmp_path: Path, end: st
 def test_a_gap_ends_the_run_before_it_trains(reference: Reference, tmp_path: Path, ranks: int) -> None:
     """The player's log-probabilities are not those of the policy. The run ends with a status of its own."""
     out, model = tmp_path / "run", reference.model(True)
-    assert play("none", 0, ranks, model, out, "--gap-alarm", "stop") == [4] * ranks
+    assert play("none", 0, ranks, model, out, "--stop-on", "logprob_gap") == [4] * ranks
     log = log_of(out).read_text()
     assert "Step 0: log-probabilities of server and trainer differ: mean" in log
     assert "Likely causes: server and trainer compute in different dtypes" in log
@@ -227,3 +230,28 @@ def test_a_gap_ends_the_run_before_it_trains(reference: Reference, tmp_path: Pat
     assert play("none", 0, ranks, model, out, "--resume") == [0] * ranks
     straight, resumed = reference.weights(ranks, "float32", True), weights(out)
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+@pytest.mark.parametrize("ranks", at_depth([1, 2], quick=2))
+def test_an_advisory_ends_the_run_and_saves_it(reference: Reference, tmp_path: Path, ranks: int) -> None:
+    """All rewards are equal, which is sure after three steps. Rank 0 judges, and all ranks end alike."""
+    out, model = tmp_path / "run", reference.model(True)
+    stop = ("--stop-on", "groups_without_spread", "failed", "--save-every", "0")
+    assert play("equal", "all", ranks, model, out, *stop) == [5] * ranks, log_of(out).read_text()[-6000:]
+    log = log_of(out).read_text()
+    assert "Step 2: every episode of the last 3 steps has the reward 0" in log and "Traceback" not in log
+    assert "Remedy: Play one episode by hand" in log and "--resume continues the run" in log
+    assert next_step(out) == 3 and steps_of(out) == [0, 1, 2]
+    *_, alarm, saved, ended = read_events(out)
+    assert isinstance(alarm, Alarm) and (alarm.name, alarm.step, alarm.stops) == ("groups_without_spread", 2, True)
+    assert (alarm.figure, alarm.bound, alarm.severity) == (1.0, 0.5, "error") and alarm.cause and alarm.remedy
+    assert isinstance(saved, CheckpointSaved) and isinstance(ended, RunEnded) and ended.exit_status == 5
+    assert [(a.name, a.step) for a in advisories_of(out)] == [("groups_without_spread", 2)]
+    assert play("none", 0, ranks, model, out, "--resume") == [0] * ranks, log_of(out).read_text()[-6000:]
+
+
+def test_an_advisory_that_is_not_named_only_warns(reference: Reference, tmp_path: Path) -> None:
+    out, model = tmp_path / "run", reference.model(True)
+    assert play("equal", "all", 1, model, out, "--stop-on", "failed") == [0]
+    alarms = [event for event in read_events(out) if isinstance(event, Alarm) and event.name != "logprob_gap"]
+    assert [(alarm.step, alarm.stops) for alarm in alarms] == [(2, False)]

@@ -2,7 +2,7 @@
 
 A segment is never renamed, and nothing before its last whole line changes. So a reader may keep offsets into a segment
 while the file grows. The newest segment has the highest number. `Segments` writes, `segment_files` and `read_segments`
-read, and `remove_oldest` bounds the size of several files together.
+read, `SegmentFollower` reads what is new, and `remove_oldest` bounds the size of several files together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from verl_server.errors import BadRequestError
 from verl_server.files.json_files import whole_lines
 
 SEGMENT_BYTES = 64 * 2**20
@@ -32,6 +33,36 @@ def read_segments(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (FILE:LINE, line) of all segments in order. A line that was cut off at the end of a segment is left out."""
     for file in segment_files(path):
         yield from whole_lines(file)
+
+
+class SegmentFollower:
+    """The reader of the segments of a path that grows. Each call of `read` goes on where the last one stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: dict[Path, tuple[int, int]] = {}
+        """Segment -> (bytes, lines) that were read."""
+
+    def read(self) -> Iterator[tuple[str, bytes]]:
+        """Yield (FILE:LINE, line) of the whole lines that were not read before. Read all of them before the next call.
+
+        Raise BadRequestError, which names the file, if it cannot be read.
+        """
+        for file in segment_files(self._path):
+            offset, number = self._places.get(file, (0, 0))
+            try:
+                with file.open("rb") as opened:
+                    opened.seek(offset)
+                    for line in opened:
+                        if not line.endswith(b"\n"):
+                            break
+                        offset, number = offset + len(line), number + 1
+                        self._places[file] = offset, number
+                        yield f"{file}:{number}", line
+            except FileNotFoundError:  # the writer of a bounded file removed it
+                continue
+            except OSError as error:
+                raise BadRequestError(f"Cannot read {file}: {error}") from error
 
 
 def _number(path: Path, file: Path) -> int | None:

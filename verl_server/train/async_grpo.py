@@ -32,7 +32,6 @@ import msgspec
 
 from verl_server.engine.rank_group import RankGroup
 from verl_server.files.json_values import jsonable
-from verl_server.logprob_gap import GapAlarm
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train import run
@@ -48,6 +47,7 @@ from verl_server.train.rollouts.group_buffer import Group, GroupBuffer, Wait
 from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, NowServed, PlayGroup
 from verl_server.train.rollouts.rollout_process import open_rollouts
 from verl_server.train.run import RunParts, Step
+from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.run_end import Progressing
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.server_use import ServerUse
@@ -138,7 +138,7 @@ class AsyncGRPO:
         max_staleness: int = 1,
         drops: bool = False,
         stop: StopRequest | None = None,
-        alarm: GapAlarm | None = None,
+        advisor: RunAdvisor | None = None,
         incarnation: str | None = None,
         note: Callable[[RunEvent], None] = lambda event: None,
     ) -> None:
@@ -159,7 +159,7 @@ class AsyncGRPO:
         self._steps = steps
         self._buffer: GroupBuffer[Rollout] = GroupBuffer(trainer.config.groups, max_staleness, drops=drops)
         self._stop = stop or StopRequest()
-        self._alarm = alarm
+        self._advisor = advisor
         self._probe = GapProbe(trainer.policy, trainer.device, servers, ranks)
         self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())
         self._note = note
@@ -189,8 +189,8 @@ class AsyncGRPO:
         start = time.monotonic()
         sequences = [sample.trajectory.tokens for sample in batch.samples]
         gap = self._probe.gap(sequences, str(version), self.trainer.config.micro_batch_tokens)
-        if self._alarm is not None:
-            self._alarm.check(gap, step)
+        if self._advisor is not None:
+            self._advisor.check_gap(gap, step)
         metrics = describe_rollout(batch.report, step=step, version=str(version), ranks=self._ranks.size, gap=gap)
         metrics.rollout_seconds, metrics.waits = sum(batch.waits.values()), batch.waits
         metrics.age, metrics.age_max = batch.ages.mean, batch.ages.largest
@@ -437,7 +437,7 @@ def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> Iterator[AsyncGRPO
             max_staleness=args.max_staleness,
             drops=args.stale == "drop",
             stop=parts.stop,
-            alarm=parts.alarm,
+            advisor=parts.advisor,
             incarnation=parts.incarnation,
             note=parts.files.note,
         )

@@ -35,7 +35,6 @@ from verl_server.files.command_options import parse_options
 from verl_server.files.json_files import read_json
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import Claim, claim_folder, recorded, settings_of, store_settings
-from verl_server.logprob_gap import GapAlarm
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts
@@ -54,8 +53,10 @@ from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, launch_engine, setup_ranks
 from verl_server.train.rollouts.group_messages import PlayerSetup, encode_args
 from verl_server.train.rollouts.rollout_process import RolloutProcess
+from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
+from verl_server.watch.advisories import Advisor
 from verl_server.watch.pace import PaceComparison, compare_pace
 from verl_server.watch.report import Report, write_report
 from verl_server.weight_version import WeightVersion, new_incarnation
@@ -141,6 +142,7 @@ class _Parts:
     options: TrainArgs
     """The options of a training run with these parties, of which the rollout process takes the part about episodes."""
     ranks: RankGroup
+    advisor: RunAdvisor
     incarnation: str
 
 
@@ -168,7 +170,7 @@ class Demo:
             before = self._evaluate(parts.loop, "before training")
             append_jsonl(out / "trajectories.jsonl", labelled(before, phase="before"))
             with self._algorithm(parts) as run:  # ends the rollout process, which would slow what is measured below
-                for metrics, trajectories in self._train(run):
+                for metrics, trajectories in self._train(run, parts.advisor):
                     append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
                     append_jsonl(
                         out / "trajectories.jsonl", labelled(trajectories[:4], phase="training", step=metrics.step)
@@ -225,14 +227,15 @@ class Demo:
             model_path=str(folder), env_url=environment.url, chat=False, limits=limits, replacements=0, grpo=self.config
         )
         self.ready_seconds = time.monotonic() - self.started
-        return _Parts(trainer, servers, loop, options, ranks, incarnation)
+        advisor = RunAdvisor(Advisor("float32"), ranks)
+        return _Parts(trainer, servers, loop, options, ranks, advisor, incarnation)
 
     @contextlib.contextmanager
     def _algorithm(self, parts: _Parts) -> Iterator[GRPO | AsyncGRPO]:
         """Yield the algorithm, whose weights the servers have; afterwards end the rollout process, if there is one."""
-        alarm, incarnation = GapAlarm(torch.float32), parts.incarnation
+        advisor, incarnation = parts.advisor, parts.incarnation
         if not self.args.asynchronous:
-            yield GRPO(parts.trainer, parts.servers, parts.loop, parts.ranks, alarm=alarm, incarnation=incarnation)
+            yield GRPO(parts.trainer, parts.servers, parts.loop, parts.ranks, advisor=advisor, incarnation=incarnation)
             return
         self.display.phase("starting the rollout process")
         urls = parts.servers.urls
@@ -246,11 +249,11 @@ class Demo:
                 parts.ranks,
                 steps=self.args.steps,
                 max_staleness=self.args.max_staleness,
-                alarm=alarm,
+                advisor=advisor,
                 incarnation=incarnation,
             )
 
-    def _train(self, run: GRPO | AsyncGRPO) -> Iterator[tuple[StepMetrics, list[Trajectory]]]:
+    def _train(self, run: GRPO | AsyncGRPO, advisor: RunAdvisor) -> Iterator[tuple[StepMetrics, list[Trajectory]]]:
         args = self.args
         begun = time.monotonic()
         skipped = SkippedSteps(most=min(3, args.steps), pause=1.0)
@@ -261,6 +264,7 @@ class Demo:
             self.history.append(metrics)
             self.display.step(metrics, trajectories)
             yield metrics, trajectories
+            advisor.check_step(metrics, metrics.phases)
             skipped.note(metrics)
             recent = [m.success or 0.0 for m in self.history[-4:]]
             if len(recent) == 4 and statistics.mean(recent) >= args.target:

@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from verl_server.engine.rank_group import RankGroup
 from verl_server.errors import BadRequestError
-from verl_server.logprob_gap import GapAlarm, LogprobGap
+from verl_server.logprob_gap import LogprobGap
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.trajectory import Task, Trajectory, by_episode
@@ -51,6 +51,7 @@ from verl_server.train.players import Player, open_player
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup, full, over_ranks
 from verl_server.train.run import RunParts, Step
+from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.server_use import ServerUse
@@ -251,12 +252,12 @@ class GRPO:
         player: Player,
         ranks: RankGroup,
         stop: StopRequest | None = None,
-        alarm: GapAlarm | None = None,
+        advisor: RunAdvisor | None = None,
         incarnation: str | None = None,
     ) -> None:
         """Prepare the run. All ranks call it together.
 
-        `stop` is a request to stop, which interrupts rollouts. `alarm` judges the gap of log-probabilities.
+        `stop` is a request to stop, which interrupts rollouts. `advisor` judges the gap of log-probabilities.
         `incarnation` is that of this start of the run, equal on all ranks; by default rank 0 draws one.
         """
         self.trainer = trainer
@@ -268,7 +269,7 @@ class GRPO:
         """Number of the served version: one more than the number of the step that trained it; 0 before training."""
         self._ranks = ranks
         self._stop = stop or StopRequest()
-        self._alarm = alarm
+        self._advisor = advisor
         if trainer.config.groups % ranks.size:
             raise BadRequestError(f"groups={trainer.config.groups} does not divide over {ranks.size} ranks.")
         self._groups = trainer.config.groups // ranks.size
@@ -286,15 +287,15 @@ class GRPO:
 
         If no rank has an episode to train on, weights and version stay, and `metrics.skipped` is the reason. They also
         stay if all optimizer steps were skipped (`metrics.skipped_optimizer_steps`). Raise LogprobGapError before
-        training, if the alarm finds the gap too large, and NonFiniteError before an optimizer step that would break the
-        weights.
+        training, if the advisor finds the gap too large, and NonFiniteError before an optimizer step that would break
+        the weights.
         """
         step, version = self.next_step, str(self.weight_version)
         rollout, samples, report = self._roll_out(on_finish)
         start = time.monotonic()
         gap = self.trainer.compare_logprobs(rollout.trajectories, version) if report.trainable else None
-        if self._alarm is not None:
-            self._alarm.check(gap, step)
+        if self._advisor is not None:
+            self._advisor.check_gap(gap, step)
         metrics = describe_rollout(report, step=step, version=version, ranks=self._ranks.size, gap=gap)
         if self._ranks.rank == 0:
             self._use.read()
@@ -402,7 +403,7 @@ def open_grpo(args: TrainArgs, parts: RunParts) -> Iterator[GRPO]:
     """Yield the algorithm of a run with the options `args`. Each rank plays its groups in a thread of its own."""
     trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
     with open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player:
-        yield GRPO(trainer, parts.servers, player, parts.ranks, parts.stop, parts.alarm, parts.incarnation)
+        yield GRPO(trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -411,6 +411,11 @@ class StepMetrics:
     """Share of the prompt tokens that the servers' prefix caches had, since the last step. It counts all requests of
     the servers. None in the first step, and if no server tells."""
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Phase -> its seconds, in the order of the phases."""
+        return {"rollout": self.rollout_seconds, "train": self.train_seconds, "sync": self.sync_seconds}
+
 
 def note_learned(metrics: StepMetrics, learned: Learned, loss_scale: float | None, seconds: float) -> None:
     """Set what the optimizer steps of a step have learned, and their time."""

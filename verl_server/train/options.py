@@ -23,7 +23,9 @@ from verl_server.rollout.faults import FaultRules
 from verl_server.server_args import ServerArgs
 from verl_server.train.losses import LossConfig
 from verl_server.train.ranks import SAVE_TIMEOUT
+from verl_server.train.run_advisor import check_names
 from verl_server.train.servers import MAX_RELAUNCHES
+from verl_server.watch.advisories import GAP
 
 
 class WrongOptionsError(BadRequestError):
@@ -85,9 +87,9 @@ class TrainArgs:
     """Train a policy with GRPO on an environment that is served over HTTP (OpenEnv's protocol).
 
     Exit status: 0 if the run is complete, 1 after an error, 2 for wrong options, 3 if several steps in a row had
-    nothing to train on, 4 if server and trainer disagree about log-probabilities, 129, 130 or 143 after SIGHUP, SIGINT
-    or SIGTERM. Whatever ends the steps, checkpoint and model are saved, and --resume continues the run. (If a rank is
-    gone or the disk is full, the last checkpoint stays.)
+    nothing to train on, 4 if server and trainer disagree about log-probabilities, 5 for another advisory of --stop-on,
+    129, 130 or 143 after SIGHUP, SIGINT or SIGTERM. Whatever ends the steps, checkpoint and model are saved, and
+    --resume continues the run. (If a rank is gone or the disk is full, the last checkpoint stays.)
     """
 
     command: ClassVar[str] = "train.grpo"
@@ -136,9 +138,10 @@ class TrainArgs:
     Weights and optimizer are fp32. With float16, the loss is scaled, and the first optimizer steps may be skipped."""
     allow_dtype_mismatch: bool = False
     """Train even though the server computes in another dtype than the trainer's passes."""
-    gap_alarm: Literal["stop", "warn", "off"] = "stop"
-    """If log-probabilities of server and trainer differ by more than arithmetic explains: warn, and end the run with
-    status 4 if they differ by much more or more and more; only warn; or do not look."""
+    stop_on: tuple[str, ...] = (GAP,)
+    """Advisories that end the run, which is saved: with status 4 for logprob_gap, if the gap is far above its bound or
+    keeps growing, else with 5. The names replace the default. `none`: all advisories only warn. docs/training.md lists
+    them."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: a third more work, a fraction of the memory."""
     logprob_chunk: int = 2048
@@ -189,6 +192,7 @@ class TrainArgs:
                 f"--rank-timeout {self.rank_timeout:g} must exceed --trajectory-timeout "
                 f"{self.limits.trajectory_timeout:g}, because a rank waits for the slowest episode of the others."
             )
+        check_names(self.stop_on)
         self._check_agent()
         given = set(self.server_settings) - {"api_key", "admin_api_key"}
         if self.server_urls and given:

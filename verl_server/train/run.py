@@ -10,6 +10,7 @@ Exit status:
     2           wrong options
     3           several steps in a row had nothing to train on
     4           server and trainer disagree about log-probabilities (`logprob_gap`)
+    5           another advisory of `--stop-on` (`run_advisor`)
     128 + N     signal N: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP
 
 Whatever ends the steps of a run, everything is saved before the process ends, and `--resume` continues the run
@@ -44,7 +45,6 @@ from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import UnansweredError, VerlServerError
 from verl_server.files.command_options import parse_options
 from verl_server.files.model_folder import config_folder, load_tokenizer
-from verl_server.logprob_gap import GapAlarm
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.renderer import Renderer
@@ -57,6 +57,7 @@ from verl_server.train.options import TrainArgs
 from verl_server.train.players import prepare
 from verl_server.train.policy import Policy, load_policy, save_policy
 from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_engine, setup_ranks
+from verl_server.train.run_advisor import RunAdvisor, check_names
 from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
 from verl_server.train.run_folder import RunFolder
 from verl_server.train.run_settings import run_settings
@@ -64,8 +65,8 @@ from verl_server.train.run_writer import GIB, RunWriter
 from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.train.stopping import StopRequest
+from verl_server.watch.advisories import Advisor
 from verl_server.watch.run_records import (
-    Alarm,
     CheckpointSaved,
     RunEnded,
     RunResumed,
@@ -136,8 +137,8 @@ class RunParts:
     ranks: RankGroup
     stop: StopRequest
     """A request to stop, which interrupts rollouts."""
-    alarm: GapAlarm | None
-    """Judges the gap of log-probabilities."""
+    advisor: RunAdvisor
+    """Judges the gap of log-probabilities, and the steps."""
     incarnation: str
     """Incarnation of the weight versions of this start of the run, equal on all ranks (`weight_version`)."""
 
@@ -157,8 +158,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
     ranks = all_ranks(args.rank_timeout)
     incarnation = ranks.call("incarnation", lambda _: new_incarnation())
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
-        for name in ("verl_server.train", "verl_server.logprob_gap"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger("verl_server.train").setLevel(logging.ERROR)
     folder = RunFolder(args.out, functools.partial(run_settings, args))
     kept_bytes = int(args.keep_trajectories * GIB)
     files = RunWriter(args.out, incarnation, rank=ranks.rank, ranks=ranks.size, kept_bytes=kept_bytes)
@@ -185,12 +185,8 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             contextlib.ExitStack() as stack,
         ):
             # With two dtypes, the bounds are those of the coarsest one.
-            bounds = torch.bfloat16 if args.allow_dtype_mismatch else dtype
-            alarm = None if args.gap_alarm == "off" else GapAlarm(bounds, stops=args.gap_alarm == "stop")
-            if alarm is not None:
-                alarm.on_alarm = lambda step, text, stops: files.note(
-                    Alarm(name="logprob_gap", step=step, message=text, stops=stops)
-                )
+            advised = Advisor("bfloat16" if args.allow_dtype_mismatch else dtype_name(dtype))
+            advisor = RunAdvisor(advised, ranks, stop_on=check_names(args.stop_on), note=files.note)
             servers = RolloutServers(
                 engines,
                 ranks,
@@ -200,10 +196,11 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 note=files.note,
                 mode=args.update_mode(),
             )
-            parts = RunParts(policy, device, servers, keys, prepared, files, ranks, stop, alarm, incarnation)
+            parts = RunParts(policy, device, servers, keys, prepared, files, ranks, stop, advisor, incarnation)
             algorithm = stack.enter_context(make(args, parts))
             if checkpoint is not None:
                 algorithm.load(Path(checkpoint))
+                ranks.call("RunAdvisor.recall", lambda _: advisor.recall(args.out, algorithm.next_step))
             ranks.call("RunFolder.begin", lambda _: _begin(folder, files, checkpoint, algorithm.next_step, ranks.size))
             for engine in engines:
                 files.note(ServerLaunched(url=str(engine.url), attached=bool(args.server_urls)))
@@ -221,7 +218,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             failure: BaseException | None = None
             try:
                 algorithm.push()
-                _run_steps(args, algorithm, files, stop, saving)
+                _run_steps(args, algorithm, files, stop, saving, advisor)
             except BaseException as error:
                 failure = error
             end.finish(failure)
@@ -231,10 +228,10 @@ def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_ste
     """Store the settings of a new run, and write the event of this start. Rank 0 calls it."""
     folder.begin()
     if checkpoint is None:
-        files.begin(RunStarted(ranks=ranks, version=__version__, next_step=next_step))
+        files.begin(RunStarted(ranks=ranks, version=__version__, next_step=next_step, advises=True))
     else:
         name = Path(checkpoint).name
-        files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name))
+        files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name, advises=True))
 
 
 def _save(out: Path, algorithm: Algorithm, reached: Progressing, saving: SaveGroup, files: RunWriter) -> None:
@@ -278,7 +275,9 @@ def _serving(
         yield engines, [key or (engine.admin_api_key if is_agent else None) for engine in engines]
 
 
-def _run_steps(args: TrainArgs, run: Algorithm, files: RunWriter, stop: StopRequest, saving: SaveGroup) -> None:
+def _run_steps(
+    args: TrainArgs, run: Algorithm, files: RunWriter, stop: StopRequest, saving: SaveGroup, advisor: RunAdvisor
+) -> None:
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
     while run.next_step < args.steps:
         torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
@@ -289,30 +288,30 @@ def _run_steps(args: TrainArgs, run: Algorithm, files: RunWriter, stop: StopRequ
         except BaseException:
             _keep_finished(files, number, finished, is_trained=run.next_step > number)
             raise
-        _record(files, step)
+        advisor.check_step(step.metrics, _record(files, step))
         with stop.interruptible():
             skipped.note(step.metrics)
         if args.save_every and run.next_step % args.save_every == 0:
             _save(args.out, run, run.progress(), saving, files)
 
 
-def _record(files: RunWriter, step: Step) -> None:
-    """Write this rank's part of a step. Rank 0 writes its metrics, too, and prints them."""
+def _record(files: RunWriter, step: Step) -> dict[str, float]:
+    """Write this rank's part of a step. Rank 0 writes its metrics, too, and prints them. Return its phases."""
     metrics, start = step.metrics, time.monotonic()
     if not step.is_recorded:
         files.record_trajectories(metrics.step, [*step.rollout.trajectories, *step.rollout.replaced])
     files.record_trained(step.trained)
     if dist.get_rank() > 0:
-        return
+        return {}
     files.record(metrics, step.failures)
-    phases = {"rollout": metrics.rollout_seconds, "train": metrics.train_seconds, "sync": metrics.sync_seconds}
-    phases["record"] = time.monotonic() - start
+    phases = metrics.phases | {"record": time.monotonic() - start}
     files.note(StepEnded(step=metrics.step, phases=phases, skipped=metrics.skipped))
     print(describe_step(metrics), flush=True)
     if step.failures and metrics.skipped is None:
         m, errors = metrics, count_errors(step.failures)
         replaced = f", {m.replaced} more were replaced" if m.replaced else ""
         logger.warning("Step %d: %d of %d episodes failed%s: %s", m.step, m.failed, m.trajectories, replaced, errors)
+    return phases
 
 
 def _keep_finished(files: RunWriter, step: int, finished: Sequence[Trajectory], *, is_trained: bool) -> None:

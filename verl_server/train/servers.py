@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class RolloutServers:
         for adapter in self.adapters:
             with contextlib.suppress(VerlServerError):
                 info = adapter.get_server_info()
-                state = next(iter(info.get("internal_states") or ()), {})
+                state: Mapping[str, Any] = next(iter(info.get("internal_states") or ()), {})
                 found[str(info.get("instance_id"))] = ServerCounters(
                     info.get("busy_seconds"), state.get("prompt_tokens_total"), state.get("cached_tokens_total")
                 )

@@ -96,6 +96,8 @@ class RunStarted(RunEvent, tag_field="kind", tag="run_started"):
     """Version of this package."""
     next_step: int = 0
     """The first step."""
+    advises: bool = False
+    """True if this start writes an `Alarm` for each advisory. Earlier versions wrote those about the gap only."""
 
 
 class RunResumed(RunEvent, tag_field="kind", tag="run_resumed"):
@@ -109,6 +111,8 @@ class RunResumed(RunEvent, tag_field="kind", tag="run_resumed"):
     """The first step that runs again."""
     checkpoint: str
     """Name of the checkpoint's folder."""
+    advises: bool = False
+    """True if this start writes an `Alarm` for each advisory, as in `RunStarted`."""
 
 
 class RunEnded(RunEvent, tag_field="kind", tag="run_ended"):
@@ -233,16 +237,39 @@ class CheckpointSaved(RunEvent, tag_field="kind", tag="checkpoint_saved"):
 
 
 class Alarm(RunEvent, tag_field="kind", tag="alarm"):
-    """A figure of a step is beyond its bound."""
+    """An advisory: a figure of the run is beyond its bound, or much further beyond it than before.
+
+    Alarms of earlier versions are about `logprob_gap`, and have neither figure nor severity.
+    """
 
     name: str
-    """What is judged: logprob_gap."""
+    """What is judged: a name of `--stop-on`."""
     step: int
     """Number of the step."""
     message: str
-    """The figures, the likely causes and the remedies."""
+    """The figures. In alarms of earlier versions, with the likely causes."""
     stops: bool
     """True if the alarm ends the run."""
+    figure: float | None = None
+    """The figure that is judged. None if it is not finite."""
+    bound: float | None = None
+    """Its bound."""
+    cause: str = ""
+    """The likely causes."""
+    remedy: str = ""
+    """What to do."""
+    severity: Literal["info", "warning", "error"] | None = None
+    """info: worth to know, and no fault. error: the run learns little or nothing, or trains another policy than the one
+    that is sampled. None in alarms of earlier versions."""
+
+
+class AlarmEnded(RunEvent, tag_field="kind", tag="alarm_ended"):
+    """The figure of an alarm was within its bound for five steps in a row."""
+
+    name: str
+    """Name of the alarm."""
+    step: int
+    """Number of the last of the five steps."""
 
 
 class SegmentRemoved(RunEvent, tag_field="kind", tag="segment_removed"):
@@ -272,5 +299,6 @@ AnyEvent: TypeAlias = (
     | GroupDone
     | CheckpointSaved
     | Alarm
+    | AlarmEnded
     | SegmentRemoved
 )

@@ -1,0 +1,128 @@
+"""What the rules of `advisories` read and return: figures of a step, facts of the whole run, and a finding.
+
+A rule sees the last few steps that have its figure, so that one odd step raises nothing. Shares of episodes and groups
+are judged by `surely`: three of four episodes of a small run say less than three quarters of a large one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+Number = TypeVar("Number", int, float)
+Severity = Literal["info", "warning", "error"]
+"""info: worth to know, and no fault. error: the run learns little or nothing, or trains another policy than the one
+that is sampled."""
+Steps = Sequence["StepFigures"]
+
+
+class StepFigures(msgspec.Struct, kw_only=True):
+    """The fields of a line of metrics.jsonl that rules read. Lines of earlier versions lack some of them."""
+
+    step: int
+    reward: float | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    trajectories: int = 0
+    trainable: int = 0
+    kept: int = 0
+    failed: int = 0
+    replaced: int = 0
+    failures: dict[str, int] = {}
+    stop_reasons: dict[str, int] = {}
+    groups: int | None = None
+    groups_without_spread: int = 0
+    truncated: int | None = None
+    losses: dict[str, float | None] = {}
+    idle: dict[str, float] = {}
+    waits: dict[str, float] = {}
+    turns: float = 0.0
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
+    cache_hit_rate: float | None = None
+    age: float | None = None
+    phases: dict[str, float] = {}
+    """Phase -> seconds, of the event `step_ended`."""
+
+    def loss(self, name: str) -> float:
+        """Return a mean of `losses`. One that is not finite is null in a file, and infinite here."""
+        value = self.losses[name]
+        return math.inf if value is None or math.isnan(value) else value
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure beyond its bound."""
+
+    figure: float
+    bound: float
+    message: str
+    """The figures, as a sentence without its period."""
+    cause: str
+    """Likely causes, without a period."""
+    remedy: str
+    """What to do, as sentences."""
+    severity: Severity = "warning"
+
+
+class Past:
+    """What rules need of all steps of the run."""
+
+    def __init__(self) -> None:
+        self._first_entropies: list[float] = []
+        self._first_rewards: list[float] = []
+        self.lowest = math.inf
+        self.highest = -math.inf
+        """Lowest and highest reward so far."""
+
+    def add(self, step: StepFigures) -> None:
+        """Take a step."""
+        if step.losses.get("entropy") is not None and len(self._first_entropies) < _FIRST:
+            self._first_entropies.append(step.loss("entropy"))
+        if step.reward is not None and len(self._first_rewards) < _FIRST:
+            self._first_rewards.append(step.reward)
+        for reward in (step.reward, step.reward_min, step.reward_max):
+            if reward is not None:
+                self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)
+
+    @property
+    def first_entropy(self) -> float:
+        """Median entropy of the first steps."""
+        return statistics.median(self._first_entropies)
+
+    @property
+    def first_reward(self) -> float:
+        """Median reward of the first steps."""
+        return statistics.median(self._first_rewards)
+
+
+_FIRST = 3
+"""Number of the first steps that have a figure."""
+
+
+def surely(count: int, total: int) -> float:
+    """Return the share that `count` of `total` surely exceeds: the lower end of Wilson's 95 % interval, 0 of nothing.
+
+    E. B. Wilson 1927, Probable inference, the law of succession, and statistical inference.
+    """
+    if not total:
+        return 0.0
+    share, z = count / total, 1.96
+    center = share + z * z / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return (center - spread) / (1 + z * z / total)
+
+
+def totals(counts: Iterable[Mapping[str, Number]]) -> dict[str, Number]:
+    found: dict[str, Number] = {}
+    for count in counts:
+        for name, number in count.items():
+            found[name] = found[name] + number if name in found else number
+    return found
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
