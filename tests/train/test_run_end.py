@@ -246,7 +246,7 @@ def test_an_advisory_ends_the_run_and_saves_it(reference: Reference, tmp_path: P
     assert isinstance(alarm, Alarm) and (alarm.name, alarm.step, alarm.stops) == ("groups_without_spread", 2, True)
     assert (alarm.figure, alarm.bound, alarm.severity) == (1.0, 0.5, "error") and alarm.cause and alarm.remedy
     assert isinstance(saved, CheckpointSaved) and isinstance(ended, RunEnded) and ended.exit_status == 5
-    assert [(a.name, a.step) for a in advisories_of(out)] == [("groups_without_spread", 2)]
+    assert ("groups_without_spread", 2) in [(advisory.name, advisory.step) for advisory in advisories_of(out)]
     assert play("none", 0, ranks, model, out, "--resume") == [0] * ranks, log_of(out).read_text()[-6000:]
 
 
