@@ -65,7 +65,8 @@ def test_a_figure_raises_its_advisory_beyond_the_bound_only(name: str) -> None:
     (advisory,) = found
     assert advisory.figure is not None and advisory.bound is not None
     assert (advisory.figure < advisory.bound) == (name == "cache_hits")
-    assert advisory.cause and advisory.remedy.endswith(".") and advisory.severity in ("warning", "error")
+    assert advisory.cause and advisory.remedy.endswith(".")
+    assert advisory.severity == {"behaviour_kl": "error", "servers_idle": "info"}.get(name, "warning")
     assert judged([line(**within)] * 5) == []
 
 

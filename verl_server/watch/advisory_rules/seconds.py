@@ -54,26 +54,31 @@ def trainer_idle(steps: Steps, past: Past) -> Finding | None:
 
 
 def servers_idle(steps: Steps, past: Past) -> Finding | None:
-    """Judge the time without a request: that of the rollouts in a synchronous run, else all of it."""
+    """Judge the time without a request: that of the rollouts in a synchronous run, else all of it.
+
+    It is no fault of a synchronous run: one of trainer and servers always waits there, and small models are fast.
+    """
     figure = statistics.median(step.idle["servers"] for step in steps)
     if figure <= IDLE_SHARE:
         return None
     is_async = any("trainer" in step.idle for step in steps)
-    busy = is_async and statistics.median(step.idle.get("trainer", 0.0) for step in steps) <= IDLE_SHARE
-    when = "the time" if is_async else "the time in which episodes play"
+    if is_async and statistics.median(step.idle.get("trainer", 0.0) for step in steps) <= IDLE_SHARE:
+        cause = "training is slower than the rollouts, and no group may start before it goes on"
+        remedy = "Take GPUs from the servers for the trainer, or raise --max-staleness."
+    else:
+        cause = "episodes wait for the environment, or too few of them play at once"
+        remedy = "Play more episodes at once (--grpo.groups, --max-concurrency), speed the environment up, or let " + (
+            "groups start earlier (--max-staleness)." if is_async else _PLAY_MEANWHILE
+        )
     return Finding(
         figure=figure,
         bound=IDLE_SHARE,
-        message=f"the rollout servers had no request for {figure:.0%} of {when} (median of {len(steps)} steps)",
-        cause="training is slower than the rollouts, and no group may start before it goes on"
-        if busy
-        else "episodes wait for the environment, or too few of them play at once",
-        remedy="Take GPUs from the servers for the trainer, or raise --max-staleness."
-        if busy
-        else "Play more episodes at once (--grpo.groups, --max-concurrency), speed the environment up, or let "
-        + ("groups start earlier (--max-staleness)." if is_async else "episodes play while the trainer trains "
-           "(verl_server.train.async_grpo)."),
-    )  # fmt: skip
+        message=f"the rollout servers had no request for {figure:.0%} of the time"
+        f"{'' if is_async else ' in which episodes play'} (median of {len(steps)} steps)",
+        cause=cause,
+        remedy=remedy,
+        severity="warning" if is_async else "info",
+    )
 
 
 def cache_hits(steps: Steps, past: Past) -> Finding | None:
@@ -121,6 +126,7 @@ def slow_phase(steps: Steps, past: Past) -> Finding | None:
     )
 
 
+_PLAY_MEANWHILE = "episodes play while the trainer trains (verl_server.train.async_grpo)."
 PHASE_STEPS = 8
 """Steps of which a phase must be known before a step is compared with them."""
 _PHASES: Mapping[str, tuple[str, str]] = {
