@@ -62,6 +62,15 @@ def test_each_setting_is_compared_or_may_differ(tmp_path: Path, name: str) -> No
             other.open(resume=True)
 
 
+def test_a_run_of_an_earlier_version_had_settings_that_are_gone(tmp_path: Path) -> None:
+    begun(tmp_path)
+    stored = {name: value for name, value in run_settings(ARGS).items() if name != "stop_on"}
+    store_settings(tmp_path / "run.json", stored | {"gap_alarm": "warn"})
+    folder = folder_of(tmp_path)
+    assert folder.open(resume=True) == str(tmp_path / "checkpoint-1")
+    folder.close()
+
+
 def test_what_may_differ_is_an_option_and_documented() -> None:
     page = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
     settings = run_settings(ARGS)

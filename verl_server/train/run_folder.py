@@ -24,7 +24,7 @@ from verl_server.files.json_files import decode_json
 from verl_server.files.run_output import Claim, check_settings, claim_folder, recorded, store_settings, stored_settings
 from verl_server.files.segments import read_segments
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
-from verl_server.train.run_settings import MAY_DIFFER
+from verl_server.train.run_settings import MAY_DIFFER, REMOVED
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class RunFolder:
             )
         if self._settings is not None:
             if self._run_file.exists():
-                check_settings(self.path, self._run_file, self._settings(), MAY_DIFFER)
+                check_settings(self.path, self._run_file, self._settings(), MAY_DIFFER | REMOVED)
             else:
                 logger.warning("%s is missing, so the settings of the run are not compared.", self._run_file)
         self._is_resumed = True

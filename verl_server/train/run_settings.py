@@ -39,7 +39,6 @@ MAY_DIFFER = {
     "rank_timeout": _END,
     "save_timeout": _END,
     "stop_on": _END,
-    "gap_alarm": "earlier versions had it in place of stop_on",
     "device": "the weights are fp32 on each device",
     "compute_dtype": "another one is the remedy for values that are not finite",
     "allow_dtype_mismatch": "it permits what is refused otherwise",
@@ -64,6 +63,9 @@ MAY_DIFFER = {
     if field.name not in (*_COMPARED_OF_SERVER, *_KEYS)
 }
 """Settings that may differ, and why (docs/runs.md). The host of `env_url` and the number of ranks may differ, too."""
+
+REMOVED = {"gap_alarm": "stop_on is in its place"}
+"""Settings that runs of earlier versions stored, and that are not compared."""
 
 
 def run_settings(args: TrainArgs) -> dict[str, Any]:
