@@ -76,6 +76,8 @@ def test_each_event_is_read_as_it_was_written(tmp_path: Path, kind: type[AnyEven
         "GroupFate": "trained",
         "int": 3,
         "float": 0.5,
+        "float | None": 1.5,
+        "Severity | None": "error",
         "bool": True,
         "str | None": None,
         "dict[str, float]": {"train": 1.5},

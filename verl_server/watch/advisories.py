@@ -22,10 +22,10 @@ from verl_server.errors import BadRequestError
 from verl_server.files.json_files import parse_json, read_json
 from verl_server.files.segments import SegmentFollower
 from verl_server.gap_bounds import CAUSES, DTYPE_BOUNDS, GROWING_STEPS, GapHistory
-from verl_server.watch.advisory_rules.figures import Finding, Past, Severity, StepFigures
+from verl_server.watch.advisory_rules.figures import Finding, Past, StepFigures
 from verl_server.watch.advisory_rules.rules import RULES
 from verl_server.watch.run_files import Lineage, decode_event, read_label
-from verl_server.watch.run_records import Alarm, AlarmEnded, AnyEvent, RunResumed, RunStarted
+from verl_server.watch.run_records import Alarm, AlarmEnded, AnyEvent, RunResumed, RunStarted, Severity
 
 GAP = "logprob_gap"
 """The advisory about the gap of log-probabilities between server and trainer. Its severity is error if the gap is far

@@ -236,6 +236,11 @@ class CheckpointSaved(RunEvent, tag_field="kind", tag="checkpoint_saved"):
     """Time that saving took."""
 
 
+Severity = Literal["info", "warning", "error"]
+"""info: worth to know, and no fault. error: the run learns little or nothing, or trains another policy than the one
+that is sampled."""
+
+
 class Alarm(RunEvent, tag_field="kind", tag="alarm"):
     """An advisory: a figure of the run is beyond its bound, or much further beyond it than before.
 
@@ -258,9 +263,9 @@ class Alarm(RunEvent, tag_field="kind", tag="alarm"):
     """The likely causes."""
     remedy: str = ""
     """What to do."""
-    severity: Literal["info", "warning", "error"] | None = None
-    """info: worth to know, and no fault. error: the run learns little or nothing, or trains another policy than the one
-    that is sampled. None in alarms of earlier versions."""
+    severity: Severity | None = None
+    """info (worth to know, and no fault), warning, or error: the run learns little or nothing, or trains another policy
+    than the one that is sampled. None in alarms of earlier versions."""
 
 
 class AlarmEnded(RunEvent, tag_field="kind", tag="alarm_ended"):

@@ -7,13 +7,13 @@ import statistics
 from verl_server.watch.advisory_rules.figures import (
     Finding,
     Past,
-    Severity,
     StepFigures,
     Steps,
     describe_counts,
     surely,
     totals,
 )
+from verl_server.watch.run_records import Severity
 
 FAILED_SHARE = 0.05
 """Failures are a selection: what fails is rarely a random part of the tasks. Sandboxes and servers that are well lose

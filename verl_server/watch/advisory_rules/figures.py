@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from verl_server.watch.run_records import Severity
+
 Number = TypeVar("Number", int, float)
-Severity = Literal["info", "warning", "error"]
-"""info: worth to know, and no fault. error: the run learns little or nothing, or trains another policy than the one
-that is sampled."""
 Steps = Sequence["StepFigures"]
 
 
