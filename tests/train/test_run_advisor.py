@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_knows_what_its_first_steps_were_like(tmp_path: Path)
 
     earlier = [msgspec.json.encode(step(number, 2.0)) for number in range(3)]
     later = [msgspec.json.encode(step(number, 0.001)) for number in range(3, 9)]
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*earlier, *later, b""]))
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*later, *earlier, b""]))
     advisor, events = advising()
     advisor.recall(tmp_path, 3)
     for number in range(3, 6):
