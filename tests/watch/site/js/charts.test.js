@@ -1,0 +1,49 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { CHARTS, chartOf, runTable } from "../../../../verl_server/watch/site/static/js/figures.js";
+import { kindColour, rewardColour, runColour } from "../../../../verl_server/watch/site/static/js/colours.js";
+
+const METRICS = {
+  names: ["losses.behaviour_kl", "phases.rollout", "phases.train", "reward", "sampled_tokens", "trajectories"],
+  step: [0, 1],
+  values: {
+    reward: [0.5, "NaN"],
+    "losses.behaviour_kl": [null, null],
+    "phases.rollout": [4, 5],
+    "phases.train": [2, 2],
+    sampled_tokens: [640, 6],
+    trajectories: [64, 0],
+  },
+  low: {},
+  high: {},
+};
+const table = runTable({ id: "r", name: "run" }, 0, METRICS);
+const lines = (id) => CHARTS.find((chart) => chart.id === id).lines(table);
+
+test("charts take their columns, and have no line without data", () => {
+  assert.deepEqual(lines("reward")[0].values, [0.5, NaN]);
+  assert.deepEqual(lines("kl"), []);
+  assert.deepEqual(lines("success"), []);
+  assert.deepEqual(
+    lines("phases").map(({ name }) => name),
+    ["rollout", "train"],
+  );
+  assert.deepEqual(chartOf("reward").lines(table)[0].values, [0.5, NaN]);
+});
+
+test("a quotient has no value where its divisor is 0", () => {
+  assert.deepEqual(lines("length")[0].values, [10, null]);
+});
+
+test("ids of charts are unique", () => {
+  assert.equal(new Set(CHARTS.map(({ id }) => id)).size, CHARTS.length);
+});
+
+test("colours are stable and differ in light and dark", () => {
+  assert.equal(runColour(1, false), runColour(8, false));
+  assert.notEqual(runColour(1, false), runColour(1, true));
+  assert.equal(kindColour("a new phase", false), kindColour("a new phase", false));
+  assert.notEqual(kindColour("generate", false), kindColour("env", false));
+  assert.notEqual(rewardColour(0, 0, 1, false), rewardColour(1, 0, 1, false));
+  assert.match(rewardColour(null, 0, 1, false), /^#/);
+});

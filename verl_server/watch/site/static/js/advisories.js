@@ -1,0 +1,112 @@
+/**
+ * `AdvisoryList`: what is wrong with the runs, the most severe first, with the figure, the cause and the remedy.
+ *
+ * `overview` shows it above the charts.
+ */
+
+import { badge, fill, foreign, h } from "./dom.js";
+import { counted, figure, words } from "./format.js";
+import { link } from "./places.js";
+
+const MOST_ADVISORIES = 6;
+const SEVERITIES = ["stop", "warning", "notice"];
+
+/**
+ * Return the advisories of all runs: those that are still true first, then by severity, then the newest.
+ * @param {{run: any, answer: any}[]} found Runs with their `Advisories` of answers.py.
+ * @returns {any[]} Each has its `run`.
+ */
+export function orderedAdvisories(found) {
+  const all = found.flatMap(({ run, answer }) =>
+    answer.advisories.map((/** @type {any} */ each) => ({ run, ...each })),
+  );
+  return all.sort(
+    (a, b) =>
+      Number(a.ended !== null) - Number(b.ended !== null) ||
+      SEVERITIES.indexOf(a.severity) - SEVERITIES.indexOf(b.severity) ||
+      b.step - a.step,
+  );
+}
+
+export class AdvisoryList {
+  constructor() {
+    this.element = h("section", { class: "advisories", "aria-label": "Advisories" });
+    this.isAllShown = false;
+  }
+
+  /** @param {{run: any, answer: any}[]} found */
+  show(found) {
+    const all = orderedAdvisories(found);
+    const shown = this.isAllShown ? all.slice(0, 60) : all.slice(0, MOST_ADVISORIES);
+    const more = all.length - shown.length;
+    const isJudged = found.some(({ answer }) => answer.judged);
+    const well = h(
+      "p",
+      { class: "all-well" },
+      badge("no advisories", "good"),
+      " The figures of all steps are within their bounds.",
+    );
+    const rest = h("button", { type: "button" }, `Show ${counted(more, "more advisory", "more advisories")}`);
+    rest.addEventListener("click", () => {
+      this.isAllShown = true;
+      this.show(found);
+    });
+    fill(
+      this.element,
+      shown.map((each) => advisoryLink(each, found.length > 1)),
+      !all.length && isJudged ? well : null,
+      more > 0 && !this.isAllShown ? rest : null,
+    );
+  }
+}
+
+/** @param {any} advisory @param {boolean} withRun */
+function advisoryLink({ run, ...advisory }, withRun) {
+  const tone =
+    advisory.ended !== null
+      ? "past"
+      : { stop: "bad", warning: "warn", notice: "info" }[/** @type {"stop"} */ (advisory.severity)];
+  const figures = Object.entries(advisory.figure)
+    .map(([name, value]) => `${words(name)} ${figure(value)}`)
+    .join(" \u00b7 ");
+  const steps =
+    advisory.first_step === advisory.step
+      ? `step ${advisory.step}`
+      : `steps ${advisory.first_step}\u2013${advisory.step}`;
+  const state = advisory.ended !== null ? ` \u00b7 ended at step ${advisory.ended}` : "";
+  return h(
+    "a",
+    { class: `advisory ${tone}`, href: link("step", [run.id, advisory.step]) },
+    h(
+      "span",
+      { class: "advisory-head" },
+      badge(advisory.severity, tone),
+      h("b", {}, words(advisory.name)),
+      h(
+        "span",
+        { class: "muted" },
+        steps + state,
+        advisory.computed ? " \u00b7 computed now" : "",
+        withRun ? " \u00b7 " : "",
+        withRun ? foreign(run.name) : "",
+      ),
+      h(
+        "span",
+        { class: "figures" },
+        figures,
+        advisory.bound === null ? "" : ` \u00b7 bound ${figure(advisory.bound)}`,
+      ),
+    ),
+    h(
+      "span",
+      { class: "advisory-text" },
+      foreign(advisory.message),
+      advisory.cause && advisory.ended === null
+        ? h("span", { class: "advisory-more" }, h("i", {}, "Likely cause: "), foreign(advisory.cause))
+        : null,
+      advisory.remedy && advisory.ended === null
+        ? h("span", { class: "advisory-more" }, h("i", {}, "Remedy: "), foreign(advisory.remedy))
+        : null,
+    ),
+  );
+}
