@@ -128,15 +128,17 @@ test("a conversation has a head for each turn, and folds what is long", () => {
 });
 
 test("JSON is laid out only if nothing gets lost", () => {
-  assert.equal(prettyJson('{"a":1}', true), '{\n  "a": 1\n}');
-  assert.equal(prettyJson('{"a":90071992547409931}', true), '{"a":90071992547409931}');
-  assert.equal(prettyJson('{"a":1}', false), '{"a":1}');
-  assert.equal(prettyJson("{broken", true), "{broken");
+  const long = JSON.stringify({ a: "x".repeat(100) });
+  assert.equal(prettyJson(long, true), JSON.stringify(JSON.parse(long), null, 2));
+  assert.equal(prettyJson('{"a":1}', true), '{"a":1}');
+  for (const text of [long.replace('"x', '90071992547409931, "b": "x'), `${long}}`])
+    assert.equal(prettyJson(text, true), text);
+  assert.equal(prettyJson(long, false), long);
 });
 
 test("advisories: those that are still true first, then by severity, then the newest", () => {
   const one = (name, severity, step, ended = null) => ({ name, severity, step, ended });
-  const advisories = [one("a", "notice", 9), one("b", "stop", 1, 2), one("c", "warning", 3), one("d", "warning", 5)];
+  const advisories = [one("a", "notice", 9), one("b", "error", 1, 2), one("c", "warning", 3), one("d", "warning", 5)];
   assert.deepEqual(
     orderedAdvisories([{ run: { id: "r" }, answer: { advisories } }]).map(({ name }) => name),
     ["d", "c", "a", "b"],

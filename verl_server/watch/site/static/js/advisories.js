@@ -9,7 +9,7 @@ import { counted, figure, words } from "./format.js";
 import { link } from "./places.js";
 
 const MOST_ADVISORIES = 6;
-const SEVERITIES = ["stop", "warning", "notice"];
+const SEVERITIES = ["error", "warning", "notice"];
 
 /**
  * Return the advisories of all runs: those that are still true first, then by severity, then the newest.
@@ -65,7 +65,7 @@ function advisoryLink({ run, ...advisory }, withRun) {
   const tone =
     advisory.ended !== null
       ? "past"
-      : { stop: "bad", warning: "warn", notice: "info" }[/** @type {"stop"} */ (advisory.severity)];
+      : { error: "bad", warning: "warn", notice: "info" }[/** @type {"error"} */ (advisory.severity)];
   const figures = Object.entries(advisory.figure)
     .map(([name, value]) => `${words(name)} ${figure(value)}`)
     .join(" \u00b7 ");

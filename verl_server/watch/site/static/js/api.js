@@ -56,7 +56,8 @@ export class Api {
    */
   async get(url, { signal, keep = false } = {}) {
     if (this.embedded !== null) {
-      if (url in this.embedded) return this.embedded[url];
+      const found = this.embedded[url] ?? this.embedded[url.replace("?start=0", "")];
+      if (found !== undefined) return found;
       throw new ApiError(404, "This is not in this export.", "Open the run with: verl-server watch RUN");
     }
     if (keep && this.kept.has(url)) return this.#renewed(url);

@@ -220,6 +220,7 @@ class Chart {
         sync: { key: SYNC, setSeries: false },
         drag: { x: true, y: false, setScale: false, dist: 5 },
         points: { size: 6 },
+        y: false,
         bind: {
           dblclick: () => () => {
             clearTimeout(this.clickTimer);

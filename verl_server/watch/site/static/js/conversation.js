@@ -11,6 +11,8 @@ import { WindowedList } from "./list.js";
 
 const FOLDED_LINES = 6;
 const FOLDED_CHARACTERS = 500;
+/** A JSON text that is shorter stays on one line. */
+const SHORT_JSON = 100;
 /** @type {Record<string, string>} */
 const ROLE_NAMES = {
   environment: "environment",
@@ -171,11 +173,13 @@ export class Conversation {
     const isFolded = this.unfolded.has(key) ? !this.unfolded.get(key) : isLong(part);
     const role = ROLE_NAMES[part.role] ?? part.role;
     const side = role === "policy" ? "policy" : "other";
+    const verb = part.kind === "call" ? "calls" : part.kind === "reasoning" ? "thinks" : null;
+    const name = part.name ? [" ", h("code", {}, foreign(shorten(part.name, 60)))] : [];
     const title = h(
       "span",
       { class: "part-role" },
-      part.kind === "call" ? "calls " : part.kind === "reasoning" ? "thinks" : foreign(role),
-      part.name ? h("code", {}, foreign(shorten(part.name, 60))) : null,
+      verb ?? foreign(role),
+      name,
       part.kind === "result" ? " result" : "",
     );
     const canFold = part.kind !== "text" || part.length > 4 * FOLDED_CHARACTERS;
@@ -198,27 +202,24 @@ export class Conversation {
 
   /** @param {string} key @param {any} turn @param {any} part */
   #text(key, turn, part) {
-    const known = this.texts.get(key) ?? { text: part.text, next: null };
-    const characters = known.next ?? Array.from(known.text).length;
-    const shown =
-      part.kind === "call" || part.kind === "data" ? prettyJson(known.text, part.length <= characters) : known.text;
+    const { text: known, next } = this.texts.get(key) ?? part;
+    const shown = part.kind === "call" || part.kind === "data" ? prettyJson(known, next === null) : known;
     const text = h(
       "pre",
       { class: "part-text", dir: "auto" },
       shown === "" ? h("span", { class: "muted" }, "empty") : foreign(shown),
     );
-    if (part.length <= characters) return text;
+    if (next === null) return text;
     const rest = h(
       "button",
       { type: "button", class: "more" },
-      `Show more: ${whole(part.length - characters)} of ${whole(part.length)} characters are left`,
+      `Show more: ${whole(part.length - next)} of ${whole(part.length)} characters are left`,
     );
     rest.addEventListener("click", async () => {
       rest.disabled = true;
       try {
-        const answer = await this.onText(turn.number, part.number, characters);
-        const next = answer.next ?? answer.length;
-        this.texts.set(key, { text: known.text + answer.text, next });
+        const answer = await this.onText(turn.number, part.number, next);
+        this.texts.set(key, { text: known + answer.text, next: answer.next });
         this.list.refreshRow(this.items.findIndex((item) => item.turn === turn && item.part === part));
       } catch (error) {
         fill(rest, /** @type {any} */ (error).message);
@@ -244,7 +245,7 @@ export class Conversation {
  * @param {boolean} isWhole False for the beginning of a longer text.
  */
 export function prettyJson(text, isWhole) {
-  if (!isWhole || text.length > 20000 || !/^\s*[[{]/.test(text)) return text;
+  if (!isWhole || text.length < SHORT_JSON || text.length > 20000 || !/^\s*[[{]/.test(text)) return text;
   try {
     const value = JSON.parse(text);
     const pretty = JSON.stringify(value, null, 2);

@@ -161,7 +161,9 @@ class EpisodeView {
       fact("env wait", duration(row.env_s)),
       row.queue_s ? fact("queued", duration(row.queue_s)) : null,
       fact("log-probability", fixed(row.logprob, 3)),
-      trained ? fact("gap", `${figure(trained.gap_mean, 2)}, at most ${figure(trained.gap_max, 2)}`) : null,
+      trained && trained.gap_mean !== null
+        ? fact("gap", `${figure(trained.gap_mean, 2)}, at most ${figure(trained.gap_max, 2)}`)
+        : null,
       trained ? fact("entropy", figure(trained.entropy)) : null,
       trained && trained.age !== null ? fact("age", String(trained.age)) : null,
       trained && trained.step !== row.step ? fact("trained in", `step ${trained.step}`) : null,
@@ -226,7 +228,7 @@ class EpisodeView {
     if (!row.tokens) return void fill(this.tokenPlace);
     const problem = this.page.run(this.run)?.tokenizer_problem;
     this.tokens = new TokenStrips({
-      load: (start) => this.page.api.get(this.#url(["tokens"], { start: start || null }), { keep: true }),
+      load: (start) => this.page.api.get(this.#url(["tokens"], { start }), { keep: true }),
       total: row.tokens,
       versions,
       colour: this.query?.colour ?? "mask",

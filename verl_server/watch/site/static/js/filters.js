@@ -34,9 +34,9 @@ export const FILTER_NAMES = [
   "from",
   "group",
   "lost",
-  "phase",
   "reward_from",
   "reward_to",
+  "step",
   "stop",
   "to",
   "tokens_from",
@@ -71,7 +71,7 @@ export function fits(row, filters) {
     (!filters.fault || row.fault === filters.fault) &&
     (!filters.error || row.error !== "") &&
     (!filters.group || row.group === filters.group) &&
-    (!filters.phase || row.phase === filters.phase) &&
+    (!filters.step || String(row.step) === filters.step) &&
     (!filters.tool || row.tools.includes(filters.tool)) &&
     (!filters.version || row.oldest_version === filters.version || row.newest_version === filters.version) &&
     (!filters.from || Number(row.step) >= Number(filters.from)) &&

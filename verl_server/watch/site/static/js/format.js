@@ -33,7 +33,8 @@ export function figure(value, digits = 3) {
   if (!Number.isFinite(number)) return number > 0 ? "\u221e" : "\u2212\u221e";
   const size = Math.abs(number);
   if (size === 0) return "0";
-  if (size < 1e-3 || size >= 1e7) return withMinus(number.toExponential(Math.max(0, digits - 2)).replace("e+", "e"));
+  if (size < 1e-3 || size >= 1e7)
+    return withMinus(number.toExponential(Math.max(0, digits - 2)).replace(/(?:\.0+)?e\+?/, "e"));
   if (Number.isInteger(number) || size >= 10 ** digits) return whole(number);
   return withMinus(String(Number(number.toPrecision(digits))));
 }

@@ -7,7 +7,7 @@
 import { Api, embeddedAnswers } from "./api.js";
 import { LiveFeed } from "./live.js";
 import { append, errorState, fill, h, loadingState, setText } from "./dom.js";
-import { bytes, percent } from "./format.js";
+import { bytes, moment, percent } from "./format.js";
 import { helpDialog } from "./help.js";
 import { KeyReader } from "./keys.js";
 import { address, link, parsePlace, takeKey } from "./places.js";
@@ -89,7 +89,7 @@ export class Page {
         (event) => this.#grew(event),
         (state) => this.#liveState(state),
       ).start();
-    else setText(this.liveMark, "export");
+    else this.liveMark.className = "live export";
     await this.loadRuns();
     if (this.api.isExport && this.report && !location.hash) history.replaceState(null, "", link("report"));
     await this.show();
@@ -100,6 +100,7 @@ export class Page {
       const answer = await this.api.get(address(["runs"]));
       this.runs = answer.runs;
       this.version = answer.version;
+      if (answer.exported) this.#tellExport(answer);
       return true;
     } catch (error) {
       if (!this.runs.length && this.viewName === "")
@@ -189,7 +190,11 @@ export class Page {
       "form",
       { class: "key-form" },
       h("h2", {}, "This server wants a key"),
-      h("p", {}, "It is the one that `verl-server watch` got with --api-key or VERL_SERVER_API_KEY."),
+      h(
+        "p",
+        {},
+        "It is in the file of --api-key-file, or the VERL_SERVER_API_KEY of the one who started `verl-server watch`.",
+      ),
       h("div", { class: "key-line" }, input, h("button", { type: "submit" }, "Open")),
     );
     form.addEventListener("submit", (/** @type {Event} */ event) => {
@@ -259,6 +264,12 @@ export class Page {
     );
     select.addEventListener("change", () => this.go(link(tab, [select.value])));
     fill(this.runChoice, select);
+  }
+
+  /** @param {any} answer */
+  #tellExport(answer) {
+    setText(this.liveMark, `exported ${moment(answer.exported)}`);
+    this.liveMark.title = answer.notes.join("\n");
   }
 
   #drawProgress() {

@@ -12,7 +12,7 @@ import { differenceOf, firstOfLine, tokenText, tokenValue } from "./tokenlayout.
 /** Height of a line of tokens, in pixels. */
 export const LINE = 21;
 /** Width of the numbers of turns at the left. */
-export const MARGIN = 46;
+export const MARGIN = 56;
 
 /**
  * Draw the lines of a window that are in sight.
