@@ -36,6 +36,7 @@ import { decayFor, finiteParts, joinTables, nearest, positive, smooth, stack } f
 const HEIGHT = 168;
 const SYNC = "steps";
 const CLICK_PAUSE = 230;
+const MOST_VALUES = 8;
 
 export class ChartGrid {
   /**
@@ -106,7 +107,7 @@ class Chart {
     /** @type {any} */
     this.plot = null;
     this.shape = "";
-    /** @type {{table: RunTable, line: Line, smooth: (number | null)[], raw: (number | null)[], marks: number[]}[]} */
+    /** @type {{table: RunTable, line: Line, smooth: (number | null)[], raw: (number | null)[], marks: number[], band: (number | null)[][] | null}[]} */
     this.lines = [];
     /** @type {number[]} */
     this.x = [];
@@ -185,7 +186,7 @@ class Chart {
     }
     this.shape = shape;
     this.plot?.destroy();
-    this.plot = new uPlot(this.#options(), data, this.body);
+    this.plot = new /** @type {any} */ (uPlot)(this.#options(), data, this.body);
     this.plot.over.addEventListener("click", (/** @type {MouseEvent} */ event) => this.#click(event));
     this.applyZoom();
   }
@@ -363,10 +364,11 @@ class Chart {
     const format = this.spec.format ?? figure;
     const dark = isDark();
     const isNamed = this.spec.stacked || new Set(this.lines.map(({ line }) => line.name)).size > 1;
-    while (this.values.children.length < this.lines.length)
+    const told = this.lines.slice(0, MOST_VALUES);
+    while (this.values.children.length < told.length)
       this.values.append(h("span", { class: "chart-value" }, h("i", {}), h("b", {}), h("small", {})));
-    while (this.values.children.length > this.lines.length) this.values.lastElementChild.remove();
-    this.lines.forEach(({ table, line }, number) => {
+    while (this.values.children.length > told.length) this.values.lastElementChild.remove();
+    told.forEach(({ table, line }, number) => {
       const [mark, value, name] = this.values.children[number].children;
       mark.style.background = this.spec.stacked ? kindColour(line.name, dark) : runColour(table.index, dark);
       setText(value, format(index === null ? line.values.findLast((each) => each !== null) : line.values[index]));

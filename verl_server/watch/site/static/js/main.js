@@ -125,16 +125,15 @@ export class Page {
       fill(this.main, this.view.element);
     }
     this.#drawHead();
+    const { view } = this;
     try {
-      await this.view.update(this.place);
+      await view.update(this.place);
     } catch (error) {
-      if (/** @type {any} */ (error)?.name !== "AbortError") {
-        fill(
-          this.view.element,
-          errorState(error, () => this.again()),
-        );
-        console.info(error);
-      }
+      if (this.view !== view) return;
+      view.destroy?.();
+      this.view = null; // the next place gets a new one
+      const again = () => void this.show();
+      fill(this.main, h("div", { class: "page" }, errorState(error, again)));
     }
   }
 

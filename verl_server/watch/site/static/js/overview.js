@@ -14,6 +14,7 @@ import { address, link } from "./places.js";
 import { settingsThatDiffer } from "./settings.js";
 
 const LEAST_PAUSE = 1000;
+const MOST_DRAWN = 12;
 /** @type {Record<string, string>} */
 export const STATE_TONES = { running: "info", ended: "good", failed: "bad", unknown: "warn", new: "" };
 /** @type {Record<string, string>} */
@@ -169,13 +170,16 @@ class Overview {
       const metrics = this.metrics.get(run.id);
       return metrics?.step.length && !this.hidden.has(run.id) ? [runTable(run, index, metrics)] : [];
     });
-    const missing = this.grid.setTables(tables);
-    this.#drawTools(tables);
+    const drawn = tables.slice(0, MOST_DRAWN);
+    const missing = this.grid.setTables(drawn);
+    this.#drawTools(drawn);
     if (tables.length) {
-      setText(
-        this.note,
-        missing.length ? `No data for: ${missing.map((title) => title.toLowerCase()).join(", ")}.` : "",
-      );
+      const more =
+        tables.length > MOST_DRAWN
+          ? `The first ${MOST_DRAWN} of the ${tables.length} runs are drawn: hide some to see others. `
+          : "";
+      const none = missing.length ? `No data for: ${missing.map((title) => title.toLowerCase()).join(", ")}.` : "";
+      setText(this.note, more + none);
       return;
     }
     const isAllHidden = this.page.runs.every((run) => this.hidden.has(run.id));
@@ -243,6 +247,9 @@ class Overview {
   #drawRuns() {
     if (this.isGone) return;
     const now = Date.now() / 1000;
+    const focused = this.runList.contains(document.activeElement)
+      ? document.activeElement?.getAttribute("aria-label")
+      : null;
     const rows = this.page.runs.slice(0, 60).map((run, index) => this.#runRow(run, index, now));
     const left = this.page.runs.length - rows.length;
     const compare = this.page.runs.length > 1 && this.page.runs.length <= 12 ? this.#differences() : null;
@@ -264,6 +271,10 @@ class Overview {
       left > 0 ? h("p", { class: "muted" }, `${counted(left, "further run")}: open fewer to see them.`) : null,
       compare,
     );
+    if (focused)
+      /** @type {HTMLElement | undefined} */ (
+        [...this.runList.querySelectorAll("button")].find((each) => each.getAttribute("aria-label") === focused)
+      )?.focus();
   }
 
   /** @param {any} run @param {number} index @param {number} now */

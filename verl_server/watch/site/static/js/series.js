@@ -75,13 +75,14 @@ export function joinTables(tables) {
   const all = new Set();
   for (const table of tables) for (const x of table.x) all.add(x);
   const x = [...all].sort((a, b) => a - b);
+  /** @type {Map<number, number>} */
   const rows = new Map(x.map((value, index) => [value, index]));
   const columns = tables.map((table) =>
     table.columns.map((column) => {
       /** @type {Column} */
       const joined = new Array(x.length).fill(null);
       table.x.forEach((value, index) => {
-        joined[rows.get(value)] = column[index] ?? null;
+        joined[/** @type {number} */ (rows.get(value))] = column[index] ?? null;
       });
       return joined;
     }),
@@ -99,7 +100,9 @@ export function stack(columns) {
   const sums = [];
   for (const column of columns) {
     const below = sums[sums.length - 1];
-    sums.push(column.map((value, index) => (Number.isFinite(value) ? value : 0) + (below ? below[index] : 0)));
+    sums.push(
+      column.map((value, index) => (value !== null && Number.isFinite(value) ? value : 0) + (below ? below[index] : 0)),
+    );
   }
   return sums;
 }

@@ -67,7 +67,10 @@ class Steps {
     const rewards = numbered
       .map((row) => toNumber(row.reward))
       .filter((reward) => reward !== null && Number.isFinite(reward));
-    this.range = rewards.length ? [Math.min(...rewards), Math.max(...rewards)] : [0, 1];
+    this.range = /** @type {number[]} */ (rewards).reduce(
+      ([low, high], reward) => [Math.min(low, reward), Math.max(high, reward)],
+      [Infinity, -Infinity],
+    );
     const run = this.page.run(this.run);
     fill(
       this.head,

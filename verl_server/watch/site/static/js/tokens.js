@@ -210,8 +210,9 @@ export class TokenStrips {
     const { scrollTop } = this.scroller;
     const anchor = this.places.at(scrollTop);
     const inAnchor = scrollTop - this.places.top(anchor);
-    this.blocks.set(index, { window, layout: this.#layout(window), width: this.#lineWidth });
-    this.places.measure(index, this.blocks.get(index)?.layout.lines * LINE + PADDING);
+    const layout = this.#layout(window);
+    this.blocks.set(index, { window, layout, width: this.#lineWidth });
+    this.places.measure(index, layout.lines * LINE + PADDING);
     this.inner.style.height = `${this.places.total}px`;
     if (index < anchor) this.scroller.scrollTop = this.places.top(anchor) + inAnchor;
   }
