@@ -35,6 +35,7 @@ COMMANDS = {
     "verl-server warm-up": ("verl_server.cli.main", "WarmUpArgs"),
     "verl-server rollout": ("verl_server.cli.rollout", "RolloutArgs"),
     "verl-server rollout --agent": ("verl_server.cli.agents", "AgentRolloutArgs"),
+    "verl-server watch": ("verl_server.cli.watch", "WatchArgs"),
     "verl-server trajectories ls": ("verl_server.cli.trajectories", "Ls"),
     "verl-server trajectories show": ("verl_server.cli.trajectories", "Show"),
     "verl-server trajectories stats": ("verl_server.cli.trajectories", "Stats"),

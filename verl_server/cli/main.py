@@ -1,4 +1,4 @@
-"""The command line: `verl-server serve | warm-up | rollout | trajectories | env | demo | bench`.
+"""The command line: `verl-server serve | warm-up | rollout | watch | trajectories | env | demo | bench`.
 
 Each command imports its modules when it runs, so that `--help` is fast. The options of `serve` are the fields of
 `ServerArgs`, and the docstrings of the fields are their help.
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "serve": _serve,
         "warm-up": _warm_up,
         "rollout": _rollout,
+        "watch": _watch,
         "trajectories": _trajectories,
         "env": _env,
         "demo": _demo,
@@ -196,6 +197,10 @@ def _rollout(args: list[str]) -> int:
     if any(arg.split("=")[0] == "--agent" for arg in args):
         return _delegate("rollout", "verl_server.cli.agents", args)
     return _delegate("rollout", "verl_server.cli.rollout", args)
+
+
+def _watch(args: list[str]) -> int:
+    return _delegate("watch", "verl_server.cli.watch", args)
 
 
 def _trajectories(args: list[str]) -> int:
