@@ -48,10 +48,19 @@ def report() -> Report:
     return Report(summary, history, pace, before, after, {"game": "g", "policy": "p", "waits": "w"})
 
 
+def report_of(path: Path) -> str:
+    """Return the first tab of an exported page: what `write_report` made."""
+    page = path.read_text(encoding="utf-8")
+    _, begins, rest = page.partition('<div id="report" hidden>')
+    report, ends, _ = rest.partition('<script type="application/json"')
+    assert begins and ends
+    return report
+
+
 def test_the_page_is_self_contained_and_well_formed(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, report())
-    page = path.read_text(encoding="utf-8")
+    page = report_of(path)
     assert not re.search(r"""(src|href)=|url\(|@import|<script""", page)
     links = set(re.findall(r"https?://[^\s\"'<]+", page))
     assert links <= {"http://www.w3.org/2000/svg"}
@@ -82,7 +91,7 @@ def asynchronous_report() -> Report:
 def test_the_page_of_an_asynchronous_run_has_ages_versions_waits_and_idle_shares(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, asynchronous_report())
-    page = path.read_text(encoding="utf-8")
+    page = report_of(path)
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     for drawing in drawings:
         ElementTree.fromstring(drawing)
@@ -99,7 +108,7 @@ def test_the_page_of_an_asynchronous_run_has_ages_versions_waits_and_idle_shares
 def test_a_report_of_a_synchronous_run_has_no_ages(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, report())
-    assert "How old" not in path.read_text(encoding="utf-8")
+    assert "How old" not in report_of(path)
 
 
 def test_an_episode_that_could_not_begin_has_its_place_in_the_page(tmp_path: Path) -> None:
@@ -107,7 +116,7 @@ def test_an_episode_that_could_not_begin_has_its_place_in_the_page(tmp_path: Pat
     unbegun.finish(StopReason.ENV_TIMEOUT, "the environment server did not answer")
     shown = report()
     write_report(tmp_path / "report.html", replace(shown, before=[unbegun, *shown.before[1:]]))
-    assert "<span class='verdict'>env_timeout</span>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<span class='verdict'>env_timeout</span>" in report_of(tmp_path / "report.html")
     assert dialogue(unbegun).plain == "a game  "
 
 

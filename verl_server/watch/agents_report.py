@@ -1,4 +1,7 @@
-"""`write_run_report`: `report.html` for the folder of an agent run, on one page that loads nothing else."""
+"""`write_run_report`: `report.html` for the folder of an agent run, on one page that loads nothing else.
+
+The page is an export of the run (`watch.site.export`), and its first tab is what this module writes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 
 from verl_server.files.json_files import read_json
 from verl_server.rollout.agents.output import EpisodeLine, read_lines, summarize_lines
-from verl_server.watch.page import page, section, tiles
+from verl_server.watch.page import embedded, section, tiles
+from verl_server.watch.site.export import export_report
 
 _BLUE = "#2f5fd0"
 _EPISODES = 200
@@ -33,7 +37,7 @@ def write_run_report(folder: Path) -> Path:
         )
     )
     path = folder / "report.html"
-    path.write_text(page(f"verl-server {folder.resolve().name}", body), encoding="utf-8")
+    export_report(path, folder, f"verl-server {folder.resolve().name}", embedded(body))
     return path
 
 

@@ -1,6 +1,7 @@
-"""`write_report`: one run on one page, `report.html`.
+"""`write_report`: the demo on one page, `report.html`, which the demo calls with its measurements.
 
-The demo calls it with its measurements. Styles and drawings are inside the page, which loads nothing else.
+The page is an export of the run (`watch.site.export`), and its first tab is what this module writes. Everything is
+inside the page, which loads nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from verl_server.rollout.trajectory import Trajectory
 from verl_server.watch import charts
 from verl_server.watch.async_report import ages_section, time_section
 from verl_server.watch.pace import PaceComparison
-from verl_server.watch.page import legend, page, section, tiles
+from verl_server.watch.page import embedded, legend, section, tiles
+from verl_server.watch.site.export import export_report
 
 GAP_LIMIT = BOUNDS[torch.float32].warn_largest
 """Largest difference of log-probabilities in fp32 that is allowed right after a push."""
@@ -40,10 +42,10 @@ class Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the page to `path`."""
+    """Write the page to `path`, in the folder of the run."""
     sections = (_headline, _learning, _ages, _timeline, _pushes, _time, _episodes, _method)
     body = "\n".join(part(report) for part in sections)
-    path.write_text(page("verl-server demo", body), encoding="utf-8")
+    export_report(path, path.parent, "verl-server demo", embedded(body))
 
 
 def _headline(report: Report) -> str:
