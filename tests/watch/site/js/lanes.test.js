@@ -86,6 +86,7 @@ test("marks of the axis are round distances from the begin of the run", () => {
   assert.equal(markText(75, 100), "1:15");
   assert.equal(markText(3675, 5000), "1:01:15");
   assert.equal(markText(0.25, 0.5), "0.25 s");
+  assert.equal(markText(216000, 800000), "2.5 d");
 });
 
 test("zooming keeps the center, and windows stay inside of the run", () => {

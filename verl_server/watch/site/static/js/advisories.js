@@ -34,8 +34,8 @@ export class AdvisoryList {
     this.isAllShown = false;
   }
 
-  /** @param {{run: any, answer: any}[]} found */
-  show(found) {
+  /** @param {{run: any, answer: any}[]} found @param {boolean} isComplete False while answers are on their way. */
+  show(found, isComplete) {
     const all = orderedAdvisories(found);
     const shown = this.isAllShown ? all.slice(0, 60) : all.slice(0, MOST_ADVISORIES);
     const more = all.length - shown.length;
@@ -49,12 +49,12 @@ export class AdvisoryList {
     const rest = h("button", { type: "button" }, `Show ${counted(more, "more advisory", "more advisories")}`);
     rest.addEventListener("click", () => {
       this.isAllShown = true;
-      this.show(found);
+      this.show(found, isComplete);
     });
     fill(
       this.element,
       shown.map((each) => advisoryLink(each, found.length > 1)),
-      !all.length && isJudged ? well : null,
+      !all.length && isJudged && isComplete ? well : null,
       more > 0 && !this.isAllShown ? rest : null,
     );
   }

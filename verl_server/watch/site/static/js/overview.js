@@ -61,6 +61,7 @@ class Overview {
     this.timer = window.setInterval(() => this.#drawRuns(), 15000);
     this.comparison = null;
     this.isFirst = true;
+    this.frame = 0;
   }
 
   destroy() {
@@ -83,8 +84,9 @@ class Overview {
     const more = place.query.more ?? "";
     if (!this.grid || more !== this.more) this.#makeGrid(more);
     this.#applyZoom();
-    if (this.isFirst) await Promise.all(this.page.runs.map((run) => this.#load(run)));
+    if (this.isFirst) await Promise.all(this.page.runs.map((run) => this.#load(run).then(() => this.#drawSoon())));
     this.isFirst = false;
+    this.#drawAdvisories();
     this.#drawRuns();
     this.#drawCharts();
   }
@@ -164,6 +166,16 @@ class Overview {
     return new Set((this.query?.off ?? "").split(",").filter(Boolean));
   }
 
+  /** Draw what has arrived, once a frame. */
+  #drawSoon() {
+    if (this.frame || ![...this.metrics.values()].some((metrics) => metrics.step.length)) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = 0;
+      this.#drawRuns();
+      this.#drawCharts();
+    });
+  }
+
   #drawCharts() {
     if (this.isGone || !this.grid) return;
     const tables = this.page.runs.flatMap((run, index) => {
@@ -199,9 +211,7 @@ class Overview {
 
   #episodesLine() {
     const run = this.page.currentRun;
-    return run?.episodes
-      ? h("a", { href: link("steps", [run.id]) }, `See its ${counted(run.episodes, "episode")}`)
-      : null;
+    return run?.episodes ? h("a", { href: link("steps", [run.id]) }, "See its episodes") : null;
   }
 
   /** @param {import("./charts.js").RunTable[]} [tables] */
@@ -262,7 +272,7 @@ class Overview {
         h("span", {}, "run"),
         h("span", {}, "state"),
         h("span", { class: "number" }, "steps"),
-        h("span", { class: "number" }, "episodes"),
+        h("span", { class: "number", title: "one for each episode, or for each branch of an agent's" }, "trajectories"),
         h("span", { class: "number" }, "reward"),
         h("span", { class: "number" }, "time"),
         h("span", {}, "newest line"),
@@ -328,6 +338,9 @@ class Overview {
   #drawAdvisories() {
     if (this.isGone) return;
     const found = this.page.runs.filter((run) => this.found.has(run.id));
-    this.advisories.show(found.map((run) => ({ run, answer: this.found.get(run.id) })));
+    this.advisories.show(
+      found.map((run) => ({ run, answer: this.found.get(run.id) })),
+      !this.isFirst,
+    );
   }
 }

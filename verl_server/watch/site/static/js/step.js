@@ -70,6 +70,7 @@ class Step {
       this.list.element.scrollTop = 0;
       this.list.selected = -1;
     }
+    if (place.query.group) this.open.add(place.query.group);
     this.#drawTools();
     await this.#load();
   }

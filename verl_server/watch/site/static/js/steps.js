@@ -78,7 +78,12 @@ class Steps {
       h(
         "span",
         { class: "muted" },
-        `${counted(numbered.length, "step")} \u00b7 ${counted(run?.episodes ?? 0, "episode")}`,
+        [
+          numbered.length ? counted(numbered.length, "step") : "",
+          counted(run?.episodes ?? 0, "trajectory", "trajectories"),
+        ]
+          .filter(Boolean)
+          .join(" \u00b7 "),
       ),
       run?.error ? h("p", { class: "run-error" }, foreign(run.error)) : null,
     );

@@ -37,6 +37,7 @@ export function markText(seconds, span) {
   const sign = seconds < -1e-9 ? "\u2212" : "";
   const size = Math.abs(seconds);
   if (span < 8) return `${sign}${size.toFixed(span < 0.08 ? 3 : span < 0.8 ? 2 : 1)} s`;
+  if (span > 172800) return `${sign}${Math.round((10 * size) / 86400) / 10} d`;
   const whole = Math.round(size);
   const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
   const two = (/** @type {number} */ value) => String(value).padStart(2, "0");
