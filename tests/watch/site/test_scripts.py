@@ -42,7 +42,8 @@ def test_pure_functions_of_the_scripts() -> None:
     tests = sorted(str(file) for file in (Path(__file__).parent / "js").glob("*.test.js"))
     result = run_node("--test", *tests)
     assert result.returncode == 0, result.stdout[-8000:]
-    assert int(re.search(r"# pass (\d+)", result.stdout)[1]) >= len(tests)
+    passed = re.search(r"# pass (\d+)", result.stdout)
+    assert passed is not None and int(passed[1]) >= len(tests)
 
 
 @pytest.mark.parametrize("script", OWN, ids=lambda script: script.stem)
