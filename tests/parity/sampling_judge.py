@@ -8,6 +8,7 @@ retraction could lose. The reference's logits differ from the engine's by roundi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,9 +204,24 @@ class SamplingJudge:
         kept = []
         for count in sorted(counts):
             edge = values[count - 1]
-            is_tie = count < len(values) and count == p.top_k and edge - values[count] < tolerance
-            for lowest in (edge, values[count]) if is_tie else (edge,):
-                kept.append(np.where(scaled >= lowest, scaled, -np.inf))
+            if count == p.top_k and count < len(values) and edge - values[count] < tolerance:
+                kept += self._ties(scaled, edge, count)
+            else:
+                kept.append(np.where(scaled >= edge, scaled, -np.inf))
+        return kept
+
+    def _ties(self, scaled: Row, edge: float, count: int) -> list[Row]:
+        """Return the logits that top-k may keep if rounding decides which tokens are its last ones.
+
+        Any of the tokens near `edge` may be left out, or all of them stay, since equal tokens stay together.
+        """
+        sure = scaled >= edge + self._tolerance
+        near = np.flatnonzero(~sure & (scaled > edge - self._tolerance))
+        kept = []
+        for last in [*itertools.combinations(near, count - int(sure.sum())), tuple(near)]:
+            stays = sure.copy()
+            stays[list(last)] = True
+            kept.append(np.where(stays, scaled, -np.inf))
         return kept
 
     def _is_greedy(self, index: int, scaled: Row) -> bool:
