@@ -222,7 +222,7 @@ def train(args: Run, folder: Path) -> tuple[Record, Policy]:
         else:
             servers, incarnation = RolloutServers([engine], ranks, mode="in_place"), new_incarnation()
             setup = PlayerSetup(args=encode_args(options), urls=servers.urls, keys=[None], incarnation=incarnation)
-            rollouts = CountedRollouts(setup, record.lines.append, environment_url=url)
+            rollouts = CountedRollouts(setup, lambda line, row: record.lines.append(line), environment_url=url)
             rollouts.record = record
             stack.enter_context(contextlib.closing(rollouts))
 
