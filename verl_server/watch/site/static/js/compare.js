@@ -51,6 +51,7 @@ class Compare {
     if (this.isGone) return;
     this.pairs = answer.pairs;
     this.next = answer.next;
+    this.items = []; // a pair of other steps may have the name of an earlier one
     this.range = rewardRange(this.pairs.flatMap(({ a, b }) => [a, b]));
     const side = (/** @type {any} */ step) =>
       h(
