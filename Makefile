@@ -7,7 +7,7 @@ INTERPRETER ?=
 # Tests start hundreds of processes. Without byte code each of them would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-real test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-real test-browser test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -86,6 +86,21 @@ test-real: .venv-real/.installed  ## a released model through server and trainer
 	.venv-real/bin/python examples/real_model.py .venv-real/smollm2
 	touch $@
 
+test-browser: .venv-browser/.installed  ## the page of verl-server watch in Chromium (ARGS=--screenshots: the docs' pictures)
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ test $$(id -u) = 0 && apt-get update -qq && apt-get install -y -qq chromium; } || \
+		{ echo "make test-browser needs Chromium: apt-get install chromium" >&2; exit 1; }
+	cd tests/browser && VERL_SERVER_TEST_PROCESSES=real ../../.venv-browser/bin/python -m pytest $(ARGS)
+
+# The packages of .venv, and Playwright, which drives the distribution's Chromium: it downloads no browser here.
+.venv-browser/.installed: $(STAMP)
+	rm -rf .venv-browser
+	$(BIN)/python -m venv --without-pip .venv-browser
+	echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" \
+		> $$(echo .venv-browser/lib/python*/site-packages)/packages_of_venv.pth
+	$(BIN)/python -m pip --python .venv-browser/bin/python install --quiet --disable-pip-version-check 'playwright>=1.50'
+	touch $@
+
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
 
@@ -131,4 +146,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-real runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-real .venv-browser runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,76 @@
+"""The key of a server that others can reach, and a page that was exported to a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.browser.conftest import OpenVisit, StartWatch
+from tests.browser.guard import PageGuard
+from tests.browser.watching import SECONDS, Visit, Watch
+
+KEY = "a-key-of-the-tests"
+REFUSED = "401 (Unauthorized)"
+NO_TLS = "Cross-Origin-Opener-Policy header has been ignored"
+"""Said of every page off loopback without TLS."""
+
+
+def keyed_visit(visit_of: OpenVisit, watch: Watch, *allowed: str) -> Visit:
+    visit = visit_of(watch)
+    for part in (NO_TLS, *allowed):
+        visit.guard.allow(part)
+    return visit
+
+
+def test_a_server_off_loopback_wants_its_key(visit_of: OpenVisit, start_watch: StartWatch, runs_folder: Path) -> None:
+    watch = start_watch(runs_folder / "steady", host="0.0.0.0", key=KEY)
+    # The key in the link is taken out of the address, and kept for this tab.
+    page = keyed_visit(visit_of, watch).page
+    page.goto(f"{watch.url}/#key={KEY}&/steps/{watch.run('steady')}")
+    expect(page.locator(".step-line").nth(1)).to_be_visible()
+    assert KEY not in page.url
+    page.reload()
+    expect(page.locator(".step-line").nth(1)).to_be_visible()
+    # Another tab has no key: it asks for it, also after a wrong one.
+    other = keyed_visit(visit_of, watch, REFUSED).open()
+    field = other.page.get_by_label("Key", exact=True)
+    field.fill("wrong")
+    field.press("Enter")
+    expect(field).to_have_value("")
+    field.fill(KEY)
+    field.press("Enter")
+    expect(other.page.locator(".run-row", has_text="steady")).to_be_visible()
+    expect(other.page.locator(".live")).to_have_text("live")
+
+
+def test_an_exported_page_opens_without_a_server(
+    visit_of: OpenVisit, watch: Watch, runs_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    command = [sys.executable, "-m", "verl_server", "watch", str(runs_folder / "steady"), "--export", str(file)]
+    subprocess.run(command, check=True, timeout=4 * SECONDS, stdout=subprocess.DEVNULL)
+    visit = visit_of(watch)
+    visit.guard = PageGuard(visit.page, "file://")
+    page = visit.page
+    page.goto(file.as_uri())
+    expect(page.locator(".live.export")).to_contain_text("exported")
+    expect(page.locator('[data-chart="reward"] canvas')).to_be_visible()
+    page.keyboard.press("g")
+    page.keyboard.press("w")
+    expect(page.locator("canvas.lanes")).to_be_visible()
+    page.keyboard.press("g")
+    page.keyboard.press("s")
+    page.locator(".step-line").nth(1).click()
+    expect(page.get_by_role("heading", name="Step 39", exact=True)).to_be_visible()
+    page.get_by_label("order").select_option("number")
+    expect(page.locator(".group-line b").first).to_have_text("234")
+    page.locator(".group-line[aria-expanded]").first.click()
+    page.locator(".episode-line").first.click()
+    expect(page.locator(".part-text").first).to_be_visible()
+    expect(page.locator("canvas.token-canvas")).to_be_visible()
+    # What the file does not have is said.
+    page.evaluate("location.hash = `${location.hash.split('/').slice(0, 3).join('/')}/nothing:0:000000`")
+    expect(page.get_by_text("This is not in this export")).to_be_visible()
