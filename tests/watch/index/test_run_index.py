@@ -27,6 +27,7 @@ from verl_server.files.segments import Segments
 from verl_server.rollout.trajectory import StopReason, append_jsonl, labelled
 from verl_server.train.run_writer import RunWriter
 from verl_server.watch.index.rows import EpisodeFilter, RowGoneError, RowUnknownError
+from verl_server.watch.index.run_database import RunDatabase
 from verl_server.watch.index.run_index import RunIndex
 from verl_server.watch.run_records import RunStarted, SegmentRemoved, StepBegan
 
@@ -470,3 +471,23 @@ def test_the_thread_follows_the_run_and_ends(tmp_path: Path) -> None:
     index = RunIndex(tmp_path)
     index.start()
     index.close()
+
+
+def test_the_questions_of_one_answer_see_the_same_rows(tmp_path: Path) -> None:
+    files = writer(tmp_path)
+    write_steps(files, 0, 1)
+    database = RunDatabase(tmp_path)
+    try:
+        while database.poll(1.0):
+            pass
+        with database.reading() as connection:
+            before = connection.execute("SELECT count(*) FROM episodes").fetchone()[0]
+            write_steps(files, 1, 2)
+            while database.poll(1.0):
+                pass
+            assert connection.execute("SELECT count(*) FROM episodes").fetchone()[0] == before > 0
+        with database.reading() as connection:
+            assert connection.execute("SELECT count(*) FROM episodes").fetchone()[0] > before
+    finally:
+        database.close()
+        files.close()

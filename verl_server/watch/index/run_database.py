@@ -84,10 +84,11 @@ class RunDatabase:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection for questions, whose rows have names."""
+        """Yield a connection for questions, whose rows have names. All of its questions see the same rows."""
         connection = sqlite3.connect(f"file:{self._database}?mode=ro", uri=True, timeout=30.0)
         connection.row_factory = sqlite3.Row
         try:
+            connection.execute("BEGIN")  # rows that one question names are there for the next one
             yield connection
         finally:
             connection.close()
