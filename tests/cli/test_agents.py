@@ -104,7 +104,7 @@ def test_a_run_from_the_command_line(fake: FakeServer, folder: Path, capsys: pyt
     for color in ("logprob", "mask", "version"):
         assert main(["trajectories", "show", "runs/x", "--episode", "1-1", "--color", color]) == 0
     said = capsys.readouterr().out
-    assert "reward 1" in said and str(ord("5")) in said and "version 7" in said
+    assert "reward 1" in said and "assistant: 5" in said and "version 7" in said
     assert main(["trajectories", "stats", "runs/x"]) == 0
     assert re.search(r"mean reward\s* 1 ", capsys.readouterr().out)
     assert main(["trajectories", "show", "runs/x", "--episode", "9-9"]) == 1

@@ -41,7 +41,7 @@ def test_the_help_of_trajectories_has_examples_that_run(capsys: pytest.CaptureFi
     examples = [
         line.removeprefix("- verl-server ").split("  ")[0] for line in lines if line.startswith("- verl-server ")
     ]
-    assert {example.split()[1] for example in examples} == {"ls", "show", "stats", "repair"}
+    assert {example.split()[1] for example in examples} == {"ls", "show", "stats", "index", "export", "repair"}
     for example in examples:
         # A wrong option would end the program with status 2. There is no such folder here.
         assert main([word.replace("runs", "/no/such/runs") for word in example.split()]) == 1, example

@@ -70,7 +70,7 @@ def test_what_ends_one_rank_ends_both_and_saves(policy_folder: Path, tmp_path: P
     out = tmp_path / "run"
     codes, log = play(fault, 2, policy_folder, out)
     assert codes == [status] * 2, log[-6000:]
-    assert text in log and "--resume continues the run" in log and "Traceback" not in log
+    assert text in log and "--resume continues the run" in log and "Traceback" not in log, log[-6000:]
     checkpoint = latest_checkpoint(out)
     assert checkpoint is not None
     progress = check_checkpoint(checkpoint)

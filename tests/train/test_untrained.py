@@ -40,9 +40,10 @@ class Run:
 def end(folder: Path, is_trained: bool = False) -> Run:
     run: Any = Run(is_trained)
     saving: Any = None
+    advisor: Any = None
     args = TrainArgs(model_path="unused", env_url="http://unused", steps=9)
     with pytest.raises(RunStoppedError):
-        _run_steps(args, run, RunWriter(folder, "00000001"), StopRequest(), saving)
+        _run_steps(args, run, RunWriter(folder, "00000001"), StopRequest(), saving, advisor)
     return run
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -230,7 +231,8 @@ class AsyncGRPO:
             shares = self._ranks.call("AsyncGRPO.step", self._shares, self._stop_signal)
             if isinstance(shares, int):
                 self._stop.check()
-                raise RunStoppedError("The run was stopped by a signal of another rank.", shares)
+                name = signal.Signals(shares).name
+                raise RunStoppedError(f"The run was stopped by {name}, which another rank received.", shares)
             if shares is not None:
                 break
             start = time.monotonic()
