@@ -71,6 +71,6 @@ def test_an_exported_page_opens_without_a_server(
     page.locator(".episode-line").first.click()
     expect(page.locator(".part-text").first).to_be_visible()
     expect(page.locator("canvas.token-canvas")).to_be_visible()
-    # What the file does not have is said.
+    # The page names what the file lacks.
     page.evaluate("location.hash = `${location.hash.split('/').slice(0, 3).join('/')}/nothing:0:000000`")
     expect(page.get_by_text("This is not in this export")).to_be_visible()

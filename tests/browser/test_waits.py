@@ -1,4 +1,4 @@
-"""Who waits: the lanes of trainer, pushes, servers and episodes over time."""
+"""The view "Who waits" draws the lanes of trainer, pushes, servers and episodes over time."""
 
 from __future__ import annotations
 

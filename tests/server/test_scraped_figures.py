@@ -1,4 +1,4 @@
-"""What a scrape shows of other parts of the server: each figure that is known, and nothing in place of another."""
+"""A scrape shows each figure that other parts of the server know, and leaves out the others."""
 
 from __future__ import annotations
 

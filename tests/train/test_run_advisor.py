@@ -1,4 +1,4 @@
-"""What a run does about an advisory: it is written before it ends the run, logged otherwise, and its end is written."""
+"""A run writes each advisory and its end. It logs an advisory, or ends because of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the end of an episode is in which a call of the environment failed, for both players."""
+"""`end_of`: the stop reason of an episode in which a call of the environment failed, for both players."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
     groups: int = 0
     """Groups with an episode that has a reward and a token to train on."""
     without_spread: int = 0
-    """Those of `groups` in which all these rewards are equal."""
+    """Number of `groups` in which all these rewards are equal."""
     lowest: float | None = None
     """Lowest reward of these episodes."""
     highest: float | None = None
@@ -34,7 +34,7 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     """Tokens of the prompts of all turns."""
     reusable_tokens: int = 0
-    """Those of `prompt_tokens` that were in an earlier prompt or answer of the episode, or in the first prompt of
+    """Number of `prompt_tokens` that were in an earlier prompt or answer of the episode, or in the first prompt of
     another episode of the group."""
 
     @classmethod

@@ -394,7 +394,7 @@ class StepMetrics:
     groups: int = 0
     """Groups with a trainable episode."""
     groups_without_spread: int = 0
-    """Those of `groups` in which all trainable episodes have the same reward: the step learns nothing from them."""
+    """Number of `groups` in which all trainable episodes have the same reward: the step learns nothing from them."""
     reward_min: float | None = None
     """Lowest reward of a trainable episode."""
     reward_max: float | None = None
@@ -405,7 +405,7 @@ class StepMetrics:
     prompt_tokens: int = 0
     """Tokens of the prompts of all turns."""
     reusable_tokens: int = 0
-    """Those of `prompt_tokens` that an earlier prompt or answer of the episode had, or the first prompt of another
+    """Number of `prompt_tokens` that an earlier prompt or answer of the episode had, or the first prompt of another
     episode of the group: a prefix cache can have them."""
     cache_hit_rate: float | None = None
     """Share of the prompt tokens that the servers' prefix caches had, since the last step. It counts all requests of

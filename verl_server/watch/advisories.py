@@ -60,7 +60,7 @@ class Advisory(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     """Likely causes, without a period. "" in events of earlier versions, whose message has them."""
     remedy: str
-    """What to do, as sentences. "" as `cause`."""
+    """The remedy, as sentences. "" as `cause`."""
     severity: Severity
     ended: int | None = None
     """Step in which it had ended. None while it is true."""

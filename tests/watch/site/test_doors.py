@@ -1,4 +1,4 @@
-"""Who may ask the page's server, and the headers of every answer."""
+"""The page's server refuses foreign requests, and every answer has the security headers."""
 
 from __future__ import annotations
 

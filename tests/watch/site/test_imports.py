@@ -1,4 +1,4 @@
-"""What the process of `verl-server watch` loads: nothing that takes hundreds of megabytes."""
+"""The process of `verl-server watch` imports no module that takes hundreds of megabytes."""
 
 from __future__ import annotations
 

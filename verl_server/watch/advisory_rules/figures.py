@@ -63,7 +63,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     """Likely causes, without a period."""
     remedy: str
-    """What to do, as sentences."""
+    """The remedy, as sentences."""
     severity: Severity = "warning"
 
 

@@ -47,7 +47,8 @@ def trainer_idle(steps: Steps, past: Past) -> Finding | None:
     return Finding(
         figure=figure,
         bound=IDLE_SHARE,
-        message=f"the trainer waited for {figure:.0%} of the time (median of {len(steps)} steps): {shown}",
+        message=f"the trainer waited for {figure:.0%} of the time (median of {len(steps)} steps)"
+        + (f": {shown}" if shown else ""),
         cause=causes.get(worst, causes["episodes"]),
         remedy=remedies.get(worst, remedies["episodes"]),
     )
