@@ -50,4 +50,46 @@ body {{ margin: 0; }}
 </main></body></html>
 """
 _STYLE = """\
+:scope { --ink: #1b1f24; --muted: #6b7280; --line: #e7e9ee; --blue: #2f5fd0; --green: #1f9467; --red: #c8553d; }
+* { box-sizing: border-box; }
+:scope { margin: 0; background: #fbfbfc; color: var(--ink); font: 15px/1.55 system-ui, -apple-system, "Segoe UI",
+  Roboto, "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums; }
+main, :scope > div { max-width: 1120px; margin: 0 auto; padding: 56px 30px 80px; }
+.kicker { margin: 0; color: var(--blue); font-weight: 600; letter-spacing: .02em; }
+h1 { margin: 6px 0 10px; font-size: 36px; line-height: 1.15; letter-spacing: -.02em; font-weight: 700; }
+.lead { margin: 0; max-width: 780px; font-size: 17px; color: #3b424c; }
+h2 { margin: 0 0 16px; font-size: 20px; letter-spacing: -.01em; }
+section { margin-top: 28px; padding: 26px 30px 22px; background: #fff; border: 1px solid var(--line);
+  border-radius: 12px; }
+.note { margin: 14px 0 0; max-width: 860px; color: var(--muted); font-size: 13.5px; }
+svg { display: block; width: 100%; height: auto; font-size: 12px; font-family: inherit; }
+.tiles { display: grid; grid-template-columns: 1.25fr repeat(4, 1fr); gap: 14px; margin-top: 30px; }
+.tile { padding: 18px 18px 16px; background: #fff; border: 1px solid var(--line); border-radius: 12px; }
+.tile b { display: block; font-size: 27px; line-height: 1.2; letter-spacing: -.02em; white-space: nowrap; }
+.tile span { display: block; margin-top: 4px; font-weight: 500; font-size: 14px; }
+.tile i { display: block; margin-top: 3px; color: var(--muted); font-style: normal; font-size: 12.5px;
+  line-height: 1.4; }
+.two { display: grid; grid-template-columns: 1fr 1fr; gap: 30px; }
+.apart { margin-top: 30px; }
+.legend { display: flex; flex-wrap: wrap; gap: 6px 22px; margin: 0 0 12px; font-size: 13px; color: #3b424c; }
+svg + .legend { margin: 12px 0 0; }
+.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 7px;
+  vertical-align: -1px; }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 30px; padding: 11px 0; border-top: 1px solid var(--line); }
+.pair.head { border: 0; padding: 0 0 8px; font-weight: 600; font-size: 13.5px; color: var(--muted); }
+.episode { font-size: 14px; line-height: 2; }
+.env { color: var(--muted); margin-right: 6px; }
+.say { font-weight: 650; padding: 2px 7px; background: #eef2fc; color: #22459a; border-radius: 6px; margin-right: 4px; }
+.say small { font-weight: 400; color: #7c90c2; margin-left: 5px; font-size: 11px; }
+.verdict { float: right; margin-left: 12px; font-size: 12.5px; font-weight: 600; color: var(--muted); }
+.won { color: var(--green); } .lost { color: var(--red); }
+table { border-collapse: collapse; width: 100%; font-size: 13px; }
+th, td { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid var(--line); vertical-align: top; }
+.bar { display: flex; align-items: center; gap: 10px; margin: 5px 0; font-size: 13.5px; }
+.bar span { width: 150px; } .bar i { height: 14px; border-radius: 3px; }
+dl { display: grid; grid-template-columns: 150px 1fr; gap: 6px 18px; margin: 0; font-size: 14px; }
+dt { color: var(--muted); } dd { margin: 0; }
+@media (max-width: 860px) { .tiles, .two, .pair { grid-template-columns: 1fr; }
+  main, :scope > div { padding: 32px 16px; } }
 """
+"""Styles of a report. `:scope` is its root: the element of `embedded`, or the whole page."""
