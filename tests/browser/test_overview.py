@@ -11,7 +11,8 @@ from tests.browser.watching import Visit
 
 
 def plot(visit: Visit, chart: str) -> Locator:
-    """Return the area of a chart that reacts to the pointer, in sight."""
+    """Return the area of a chart that reacts to the pointer, in sight. All runs have been drawn."""
+    expect(visit.page.locator("[aria-busy=false]")).to_have_count(1)
     found = visit.page.locator(f'[data-chart="{chart}"] .u-over')
     found.scroll_into_view_if_needed()
     return found

@@ -38,7 +38,7 @@ class Overview {
     this.advisories = new AdvisoryList();
     this.runList = h("section", { class: "runs", "aria-label": "Runs" });
     this.note = h("p", { class: "note" });
-    this.chartPlace = h("div", {}, loadingState("Loading the figures"));
+    this.chartPlace = h("div", { "aria-busy": "true" }, loadingState("Loading the figures"));
     this.tools = h("div", { class: "chart-tools" });
     this.element = h(
       "div",
@@ -75,6 +75,7 @@ class Overview {
     this.query = place.query;
     this.#drawRuns();
     if (!this.page.runs.length) {
+      this.chartPlace.setAttribute("aria-busy", "false");
       fill(
         this.chartPlace,
         emptyState("No runs", "Give `verl-server watch` the folder of a run, or a folder that has runs inside."),
@@ -86,9 +87,12 @@ class Overview {
     this.#applyZoom();
     if (this.isFirst) await Promise.all(this.page.runs.map((run) => this.#load(run).then(() => this.#drawSoon())));
     this.isFirst = false;
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
     this.#drawAdvisories();
     this.#drawRuns();
     this.#drawCharts();
+    this.chartPlace.setAttribute("aria-busy", "false"); // charts of runs that arrive later are made anew
   }
 
   /** @param {any} event */
