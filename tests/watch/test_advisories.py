@@ -140,6 +140,24 @@ def test_entropy_that_is_gone_without_a_gain_is_a_collapse() -> None:
     assert judged(entropies(0.05, 0.05, 0.05, 0.05)) == [], "a model that is sure from the start"
 
 
+def test_a_reward_that_is_lost_again_is_a_collapse() -> None:
+    def rewards(*values: float, **changed: Any) -> list[Advisory]:
+        return judged([line(reward=value, **changed) for value in values])
+
+    rise = [0.02 * step for step in range(20)]
+    advisory, *worse = rewards(*rise, *[0.1] * 12)
+    assert (advisory.name, advisory.severity) == ("reward_collapse", "error")
+    assert [each.name for each in worse] == ["reward_collapse"], "it fell on"
+    assert advisory.bound == pytest.approx(0.5 * 0.29), "half of the best ten steps in a row"
+    assert "up to step 19" in advisory.message
+    assert rewards(*rise, *[0.2] * 12) == [], "two thirds are kept"
+    assert rewards(*rise, 0.0, 0.0, *[0.4] * 12) == [], "two odd steps"
+    few = [0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, *[0.0] * 10]
+    assert rewards(*few) == [], "a step of few episodes varies by as much"
+    below, *_ = rewards(*[-0.2] * 10, *[-0.9] * 10, reward_min=-1.0)
+    assert below.bound == pytest.approx(-0.6), "above the lowest reward, which may be negative"
+
+
 def test_a_loss_that_is_not_finite_is_beyond_its_bound() -> None:
     for value in (None, math.nan, math.inf):
         (advisory,) = judged([line(losses=losses(behaviour_kl=value))] * 4)
@@ -332,6 +350,6 @@ def test_events_of_alarms_are_read_back() -> None:
 
 
 def test_all_names_have_a_meaning_and_the_module_needs_no_torch() -> None:
-    assert {*CASES, "entropy_collapse", "slow_phase", GAP} == set(NAMES) and all(NAMES.values())
+    assert {*CASES, "entropy_collapse", "reward_collapse", "slow_phase", GAP} == set(NAMES) and all(NAMES.values())
     code = "import sys, verl_server.watch.advisories; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ import msgspec
 
 from verl_server.watch.run_records import Severity
 
+WINDOW = 10
+"""Steps whose mean reward is compared with the best one."""
 Number = TypeVar("Number", int, float)
 Steps = Sequence["StepFigures"]
 
@@ -67,12 +70,29 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     severity: Severity = "warning"
 
 
+class Window(msgspec.Struct, frozen=True):
+    """The mean rewards of `WINDOW` steps in a row."""
+
+    mean: float
+    deviation: float
+    """Standard deviation of a step's reward in it."""
+    last: int
+    """The last of the steps."""
+
+    @staticmethod
+    def of(rewards: Sequence[float], last: int) -> Window:
+        return Window(statistics.fmean(rewards), statistics.stdev(rewards), last)
+
+
 class Past:
     """What rules need of all steps of the run."""
 
     def __init__(self) -> None:
         self._first_entropies: list[float] = []
         self._first_rewards: list[float] = []
+        self._last_rewards = deque[float](maxlen=WINDOW)
+        self.best: Window | None = None
+        """The `WINDOW` steps in a row with the highest mean reward so far."""
         self.lowest = math.inf
         self.highest = -math.inf
         """Lowest and highest reward so far."""
@@ -83,6 +103,11 @@ class Past:
             self._first_entropies.append(step.loss("entropy"))
         if step.reward is not None and len(self._first_rewards) < _FIRST:
             self._first_rewards.append(step.reward)
+        if step.reward is not None:
+            self._last_rewards.append(step.reward)
+            if len(self._last_rewards) == WINDOW:
+                last = Window.of(self._last_rewards, step.step)
+                self.best = last if self.best is None or last.mean > self.best.mean else self.best
         for reward in (step.reward, step.reward_min, step.reward_max):
             if reward is not None:
                 self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)

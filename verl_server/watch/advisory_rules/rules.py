@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from verl_server.watch.advisory_rules.episodes import failed, truncated, without_spread
-from verl_server.watch.advisory_rules.figures import Finding, Past, StepFigures, Steps
-from verl_server.watch.advisory_rules.policy import behaviour_kl, entropy_collapse
+from verl_server.watch.advisory_rules.figures import WINDOW, Finding, Past, StepFigures, Steps
+from verl_server.watch.advisory_rules.policy import behaviour_kl, entropy_collapse, reward_collapse
 from verl_server.watch.advisory_rules.seconds import PHASE_STEPS, cache_hits, servers_idle, slow_phase, trainer_idle
 
 
@@ -41,6 +41,14 @@ RULES = (
         "the entropy is below a tenth of that of the first steps, and the reward is not at its best",
         lambda s: s.losses.get("entropy") is not None,
         entropy_collapse,
+    ),
+    Rule(
+        "reward_collapse",
+        "the reward has fallen below half of its best",
+        lambda s: s.reward is not None,
+        reward_collapse,
+        least=WINDOW,
+        most=WINDOW,
     ),
     Rule("trainer_idle", "the trainer waits more than half of the time", lambda s: "trainer" in s.idle, trainer_idle),
     Rule("servers_idle", "the servers wait more than half of the time", lambda s: "servers" in s.idle, servers_idle),
