@@ -9,14 +9,21 @@ import msgspec
 import pytest
 
 from verl_server.watch.site import answers
+from verl_server.watch.site.answers import advisories, episode, lanes, runs, steps, values
 
 EXAMPLES = Path(__file__).parent / "examples"
+KINDS = {
+    name: kind
+    for module in (advisories, episode, lanes, runs, steps, values)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+}
 INDEX: dict[str, dict[str, str]] = msgspec.json.decode((EXAMPLES / "index.json").read_bytes())
 
 
 @pytest.mark.parametrize("url", INDEX)
 def test_an_example_has_exactly_the_fields_of_its_answer(url: str) -> None:
-    kind = getattr(answers, INDEX[url]["answer"])
+    kind = KINDS[INDEX[url]["answer"]]
     raw = msgspec.json.decode((EXAMPLES / INDEX[url]["file"]).read_bytes())
     assert msgspec.json.decode(msgspec.json.encode(msgspec.convert(raw, kind))) == raw
 

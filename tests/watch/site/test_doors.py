@@ -83,9 +83,9 @@ def test_every_answer_has_the_headers(open_site: OpenSite, folder: Path, url: st
 @pytest.mark.parametrize(
     "path",
     [
-        "/static/../answers.py",
-        "/static/%2e%2e/answers.py",
-        "/static/..%2fanswers.py",
+        "/static/../views.py",
+        "/static/%2e%2e/views.py",
+        "/static/..%2fviews.py",
         "/static//etc/passwd",
         "/static/%2fetc%2fpasswd",
         "/static/js/../../app.py",

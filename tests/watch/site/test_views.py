@@ -30,7 +30,11 @@ from verl_server.rollout.trajectory import append_jsonl, summarize
 from verl_server.train.run_writer import RunWriter
 from verl_server.watch.recorded import read_recorded
 from verl_server.watch.run_records import Alarm, RunStarted
-from verl_server.watch.site import answers
+from verl_server.watch.site.answers.advisories import Advisories
+from verl_server.watch.site.answers.episode import Episode, TextPart, Tokens
+from verl_server.watch.site.answers.lanes import Lanes
+from verl_server.watch.site.answers.runs import Events, Metrics, RunSettings
+from verl_server.watch.site.answers.steps import Comparison, Episodes, StepGroups, Steps
 from verl_server.watch.site.overview import bucket_of
 
 OpenSite = Callable[..., Site]
@@ -44,29 +48,29 @@ def row_path(row: str) -> str:
 def all_urls(site: Site) -> Iterator[tuple[str, type[Any]]]:
     """Yield each URL of the first run that the page can ask for without a search, and the struct of its answer."""
     for path, kind in {
-        "": answers.RunSettings,
-        "/metrics": answers.Metrics,
-        "/metrics?names=reward&points=2": answers.Metrics,
-        "/events": answers.Events,
-        "/advisories": answers.Advisories,
-        "/lanes": answers.Lanes,
-        "/steps": answers.Steps,
-        "/episodes": answers.Episodes,
-        "/episodes?q=guess": answers.Episodes,
+        "": RunSettings,
+        "/metrics": Metrics,
+        "/metrics?names=reward&points=2": Metrics,
+        "/events": Events,
+        "/advisories": Advisories,
+        "/lanes": Lanes,
+        "/steps": Steps,
+        "/episodes": Episodes,
+        "/episodes?q=guess": Episodes,
     }.items():
         yield path, kind
     steps = [step["step"] for step in site.get("/steps")["steps"]]
     for step in steps:
-        yield f"/steps/{step}", answers.StepGroups
-        yield f"/compare?a={steps[0]}&b={step}", answers.Comparison
+        yield f"/steps/{step}", StepGroups
+        yield f"/compare?a={steps[0]}&b={step}", Comparison
         for group in site.get(f"/steps/{step}")["groups"]:
             for row in group["episodes"]:
                 episode = site.get(row_path(row["row"]))
                 for branch in episode["tree"]:
                     path = row_path(branch["row"])
-                    yield path, answers.Episode
-                    yield f"{path}/tokens?start=0", answers.Tokens
-                    yield f"{path}/text?part=0&turn=0", answers.TextPart
+                    yield path, Episode
+                    yield f"{path}/tokens?start=0", Tokens
+                    yield f"{path}/text?part=0&turn=0", TextPart
 
 
 @pytest.mark.parametrize("kind", ["sync", "resumed", "async", "agents", "file"])

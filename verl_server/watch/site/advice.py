@@ -8,7 +8,7 @@ from __future__ import annotations
 from verl_server.errors import BadRequestError
 from verl_server.watch.advisories import Advisory
 from verl_server.watch.run_records import RunResumed, RunStarted
-from verl_server.watch.site import answers
+from verl_server.watch.site.answers import advisories as answers
 from verl_server.watch.site.encoding import encoded
 from verl_server.watch.site.queries import Query
 from verl_server.watch.site.runs import WatchedRun

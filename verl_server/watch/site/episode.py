@@ -9,7 +9,8 @@ from verl_server.rollout.trajectory import Trajectory
 from verl_server.rollout.trajectory import Turn as RecordedTurn
 from verl_server.watch.index import rows
 from verl_server.watch.run_records import TrainedTrajectory
-from verl_server.watch.site import answers
+from verl_server.watch.site.answers import episode as answers
+from verl_server.watch.site.answers.values import Number, Span
 from verl_server.watch.site.encoding import encoded, encoded_page
 from verl_server.watch.site.page_errors import PageError
 from verl_server.watch.site.parts import RawPart, parts_of, source_of
@@ -105,11 +106,11 @@ def _short(value: dict[str, Any]) -> dict[str, Any]:
     return {head(name, 100): each if len(str(each)) <= 500 else head(str(each), 500) for name, each in found}
 
 
-def _waits(trajectory: Trajectory) -> list[answers.Span]:
+def _waits(trajectory: Trajectory) -> list[Span]:
     return [(head(event.kind, 30), event.start, event.end) for event in trajectory.events[:1000]]
 
 
-def _turn_waits(trajectory: Trajectory, place: int) -> list[answers.Span]:
+def _turn_waits(trajectory: Trajectory, place: int) -> list[Span]:
     """Return the waits of a turn: its generation, and what the episode waited for since the one before.
 
     A generation that the server aborted and the episode continued has several events; then no turn has its waits.
@@ -255,15 +256,15 @@ def tokens_answer(run: WatchedRun, row: str, query: Query) -> bytes:
     return encoded(answer)
 
 
-def _trained_columns(trained: TrainedTrajectory | None, start: int, end: int) -> dict[str, list[answers.Number] | None]:
+def _trained_columns(trained: TrainedTrajectory | None, start: int, end: int) -> dict[str, list[Number] | None]:
     """Return the trainer's numbers for each token of a window, None for a column that it did not record."""
-    found: dict[str, list[answers.Number] | None] = {}
+    found: dict[str, list[Number] | None] = {}
     for name in ("logprobs", "entropy", "loss_weights"):
         values: list[float | None] = [] if trained is None else getattr(trained, name)
         if trained is None or not values:
             found[name] = None
             continue
-        column: list[answers.Number] = [None] * (end - start)
+        column: list[Number] = [None] * (end - start)
         for position, value in zip(trained.positions, values, strict=False):
             if start <= position < end:
                 column[position - start] = number(value, 5)

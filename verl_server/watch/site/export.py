@@ -24,7 +24,7 @@ from verl_server.errors import VerlServerError
 from verl_server.files.durable import replace_file
 from verl_server.watch.index.rows import EpisodeFilter, EpisodeRow
 from verl_server.watch.page import page
-from verl_server.watch.site import answers
+from verl_server.watch.site.answers.runs import Runs
 from verl_server.watch.site.bundle import bundled
 from verl_server.watch.site.episode import WINDOW
 from verl_server.watch.site.overview import describe
@@ -59,7 +59,7 @@ def write_export(file: Path, runs: OpenRuns, *, megabytes: float = MEGABYTES, ti
     for run in runs.runs.values():
         for url in _episode_urls(run, chosen):
             chosen.add(url)
-    head = answers.Runs(
+    head = Runs(
         runs=[describe(run) for run in runs.runs.values()],
         version=__version__,
         exported=round(time.time(), 3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from verl_server.watch.site.answers import ErrorAnswer
+from verl_server.watch.site.answers.values import ErrorAnswer
 from verl_server.watch.site.encoding import MOST_BYTES, encoded
 from verl_server.watch.site.texts import head
 

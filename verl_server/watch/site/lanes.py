@@ -16,7 +16,8 @@ from verl_server.watch.run_records import (
     ServerLost,
     ServerRelaunched,
 )
-from verl_server.watch.site import answers
+from verl_server.watch.site.answers import lanes as answers
+from verl_server.watch.site.answers.values import Number, Span
 from verl_server.watch.site.encoding import encoded
 from verl_server.watch.site.page_errors import PageError
 from verl_server.watch.site.queries import Query
@@ -135,7 +136,7 @@ def _servers(tail: Tail, last: float) -> list[answers.ServerLane]:
     """Return when each server had the trainer's weights."""
     since: dict[str, float] = {}
     state: dict[str, str] = {}
-    spans: dict[str, list[answers.Span]] = {}
+    spans: dict[str, list[Span]] = {}
 
     def change(url: str, kind: str, time: float) -> None:
         if url in state and time > since[url]:
@@ -172,7 +173,7 @@ def _episode(row: rows.LaneRow) -> answers.EpisodeLane:
     )
 
 
-def _merged(parts: Sequence[tuple[str, float, float]]) -> list[answers.Span]:
+def _merged(parts: Sequence[tuple[str, float, float]]) -> list[Span]:
     """Return the waits of an episode. Of more than `_MOST_PARTS`, neighbours become one of the longer kind."""
     found = [(head(kind, 30), round(begin, 4), round(end, 4)) for kind, begin, end in parts]
     while len(found) > _MOST_PARTS:
@@ -203,10 +204,10 @@ def _idle(
     end: float,
     first: float,
     last: float,
-) -> dict[str, answers.Number]:
+) -> dict[str, Number]:
     """Return the idle shares of the part of the window in which the run was there."""
     begin, end = max(begin, first), min(end, last)
-    found: dict[str, answers.Number] = {}
+    found: dict[str, Number] = {}
     if end <= begin:
         return found
     if trainer:

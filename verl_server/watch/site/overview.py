@@ -10,7 +10,7 @@ import msgspec
 
 from verl_server._version import __version__
 from verl_server.watch.run_records import AnyEvent, RunEvent
-from verl_server.watch.site import answers
+from verl_server.watch.site.answers import runs as answers
 from verl_server.watch.site.encoding import MOST_BYTES, encoded, encoded_page
 from verl_server.watch.site.queries import Query
 from verl_server.watch.site.runs import OpenRuns, Tail, WatchedRun

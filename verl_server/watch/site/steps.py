@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from verl_server.watch.index import rows
-from verl_server.watch.site import answers
+from verl_server.watch.site.answers import steps as answers
 from verl_server.watch.site.encoding import encoded_page
 from verl_server.watch.site.page_errors import PageError
 from verl_server.watch.site.queries import Query

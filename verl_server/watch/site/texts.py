@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any
 
-from verl_server.watch.site.answers import Number
+from verl_server.watch.site.answers.values import Number
 
 MOST_SETTING = 2000
 """Most characters of a text in settings and in the facts of an event."""

@@ -13,7 +13,7 @@ const SEVERITIES = ["error", "warning", "notice"];
 
 /**
  * Return the advisories of all runs: those that are still true first, then by severity, then the newest.
- * @param {{run: any, answer: any}[]} found Runs with their `Advisories` of answers.py.
+ * @param {{run: any, answer: any}[]} found Runs with their `Advisories` of answers/advisories.py.
  * @returns {any[]} Each has its `run`.
  */
 export function orderedAdvisories(found) {

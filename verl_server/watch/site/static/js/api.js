@@ -2,7 +2,7 @@
  * The page's one way to its answers: the server's `/api`, or the answers inside an exported page.
  *
  * Views call `Api.get` with addresses from `places`. An exported page has its answers, by address, in the element
- * `#answers`; what is not there is reported as "not in this export". `answers.py` in the folder above is the contract.
+ * `#answers`; what is not there is reported as "not in this export". The package `answers` is the contract.
  */
 
 const KEY_NAME = "verl-server-watch-key";

@@ -25,7 +25,7 @@ const ROLE_NAMES = {
 
 /**
  * Return true if a part is folded when it is first seen.
- * @param {any} part `Part` of answers.py.
+ * @param {any} part `Part` of answers/episode.py.
  */
 export function isLong(part) {
   if (part.kind === "text") return false;
@@ -34,7 +34,7 @@ export function isLong(part) {
 
 /**
  * Return the rows of turns: a head for each turn, then its parts.
- * @param {any[]} turns `Turn` of answers.py.
+ * @param {any[]} turns `Turn` of answers/episode.py.
  */
 export function conversationRows(turns) {
   return turns.flatMap((turn) => [

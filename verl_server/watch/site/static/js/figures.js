@@ -14,7 +14,7 @@ import { duration, figure, percent, toNumber, words } from "./format.js";
  * Make the table of a run from its answer.
  * @param {any} run Entry of /api/runs.
  * @param {number} index Place among all runs.
- * @param {any} metrics `Metrics` in answers.py.
+ * @param {any} metrics `Metrics` in answers/runs.py.
  * @returns {RunTable}
  */
 export function runTable(run, index, metrics) {

@@ -56,7 +56,7 @@ export function filtersOf(query) {
 
 /**
  * Return true if the row of an episode passes the filters.
- * @param {any} row `Row` in answers.py.
+ * @param {any} row `Row` in answers/steps.py.
  * @param {Record<string, string>} filters
  */
 export function fits(row, filters) {
@@ -84,7 +84,7 @@ export function fits(row, filters) {
 
 /**
  * Return groups in the order of `sort`, as the server sorts them.
- * @param {any[]} groups `Group` in answers.py.
+ * @param {any[]} groups `Group` in answers/steps.py.
  * @param {string} sort
  */
 export function sortedGroups(groups, sort) {

@@ -40,7 +40,7 @@ export const KIND_NAMES = {
 
 /**
  * Return the lanes of an answer, one below the other, and their height.
- * @param {any} lanes `Lanes` in answers.py.
+ * @param {any} lanes `Lanes` in answers/lanes.py.
  * @returns {{lanes: Lane[], height: number}}
  */
 export function layoutLanes(lanes) {
@@ -130,7 +130,7 @@ export function laneAt(lanes, time, y, slack) {
 
 /**
  * Return the counts at a moment as a text, "" if the answer has none for it.
- * @param {any} counts `Counts` in answers.py.
+ * @param {any} counts `Counts` in answers/lanes.py.
  * @param {number} time
  */
 export function countsText(counts, time) {
@@ -145,7 +145,7 @@ export function countsText(counts, time) {
  * Draw the lanes.
  * @param {CanvasRenderingContext2D} context Cleared, in CSS pixels.
  * @param {object} picture
- * @param {any} picture.answer `Lanes` in answers.py.
+ * @param {any} picture.answer `Lanes` in answers/lanes.py.
  * @param {Lane[]} picture.lanes
  * @param {import("./timeaxis.js").Window} picture.window
  * @param {number} picture.width
@@ -273,7 +273,7 @@ function drawCounts(context, counts, lane, x, dark, style) {
 /**
  * Return the text about what lies at a point.
  * @param {{lane: Lane, span: Lane["spans"][0] | null}} hit
- * @param {any} answer `Lanes` in answers.py.
+ * @param {any} answer `Lanes` in answers/lanes.py.
  * @param {number} time
  * @returns {string[]} Lines.
  */

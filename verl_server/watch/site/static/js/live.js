@@ -10,7 +10,7 @@ const LONGEST_PAUSE = 15000;
 export class LiveFeed {
   /**
    * @param {import("./api.js").Api} api
-   * @param {(event: any) => void} onGrow Gets the data of an event: `Live` in answers.py.
+   * @param {(event: any) => void} onGrow Gets the data of an event: `Live` in answers/runs.py.
    * @param {(state: "live" | "connecting" | "paused") => void} onState
    */
   constructor(api, onGrow, onState) {

@@ -25,7 +25,7 @@ import { createReport } from "./report.js";
  * @typedef {object} View
  * @property {HTMLElement} element
  * @property {(place: Place) => Promise<void> | void} update Shows a place of this view.
- * @property {(event: any) => void} [grew] A run has grown: `Live` in answers.py.
+ * @property {(event: any) => void} [grew] A run has grown: `Live` in answers/runs.py.
  * @property {(key: string) => boolean} [key] Uses a key and returns true, or leaves it.
  * @property {() => void} [destroy]
  */

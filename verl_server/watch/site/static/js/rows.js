@@ -24,7 +24,7 @@ export function endTone(stop, fault) {
 /**
  * The row of an episode, a link to it.
  * @param {string} run
- * @param {any} row `Row` in answers.py.
+ * @param {any} row `Row` in answers/steps.py.
  * @param {{isChild?: boolean, excerpt?: string}} [options]
  */
 export function episodeLine(run, row, { isChild = false, excerpt = "" } = {}) {
@@ -100,7 +100,7 @@ export function rewardRange(groups) {
 
 /**
  * Draw the rewards of a group as a strip: one cell an episode, its height and colour are the reward.
- * @param {any} group `Group` in answers.py.
+ * @param {any} group `Group` in answers/steps.py.
  * @param {[number, number]} range
  * @param {(row: string) => void} onOpen
  */

@@ -1,7 +1,7 @@
 /**
  * Where tokens lie on the lines of the token strips, what is written for them, and which value gives their colour.
  *
- * `tokens` draws with it. All functions are pure. A window is an answer `Tokens` in answers.py.
+ * `tokens` draws with it. All functions are pure. A window is an answer `Tokens` in answers/episode.py.
  */
 
 import { toNumber } from "./format.js";

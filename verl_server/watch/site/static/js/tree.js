@@ -8,7 +8,7 @@ import { WindowedList } from "./list.js";
 
 /**
  * Return the branches, parents before children, each with its depth.
- * @param {any[]} tree `Branch` of answers.py.
+ * @param {any[]} tree `Branch` of answers/episode.py.
  * @returns {{branch: any, depth: number}[]}
  */
 export function orderedTree(tree) {
