@@ -24,7 +24,8 @@ from verl_server.watch.index.run_tail import RunTail
 from verl_server.watch.index.session_store import SessionStore
 from verl_server.watch.run_records import TrainedTrajectory
 from verl_server.watch.site.page_errors import PageError
-from verl_server.watch.site.store_run import StoreIndex, StoreTail
+from verl_server.watch.site.store_index import StoreIndex
+from verl_server.watch.site.store_tail import StoreTail
 from verl_server.watch.site.token_texts import TokenTexts, find_tokenizer
 
 logger = logging.getLogger(__name__)
