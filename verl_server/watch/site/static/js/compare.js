@@ -2,12 +2,12 @@
  * The view Compare: two steps of a run, task by task, side by side. `main` opens it for `#/compare/RUN?a=STEP&b=STEP`.
  */
 
-import { emptyState, errorState, fill, foreign, h, loadingState } from "./dom.js";
+import { emptyState, errorState, fill, foreign, h } from "./dom.js";
 import { counted, figure, fixed, toNumber, whole } from "./format.js";
+import { arrow, columnTitles, fact, viewFrame } from "./heads.js";
 import { WindowedList } from "./list.js";
 import { address, link } from "./places.js";
 import { episodeLine, rewardRange, rewardStrip } from "./rows.js";
-import { fact } from "./step.js";
 
 /** @param {import("./main.js").Page} page @returns {import("./main.js").View} */
 export function createCompare(page) {
@@ -18,9 +18,7 @@ class Compare {
   /** @param {import("./main.js").Page} page */
   constructor(page) {
     this.page = page;
-    this.head = h("div", { class: "view-head" });
-    this.body = h("div", { class: "fill" }, loadingState());
-    this.element = h("div", { class: "page full" }, this.head, this.body);
+    ({ head: this.head, body: this.body, element: this.element } = viewFrame());
     this.list = new WindowedList({
       label: "Tasks",
       guess: 40,
@@ -62,21 +60,12 @@ class Compare {
         fact("failed", whole(step.failed)),
         fact("tokens", figure(step.tokens)),
       );
-    const swap = h(
-      "a",
-      {
-        class: "arrow",
-        href: link("compare", [this.run], { a: this.query.b, b: this.query.a }),
-        title: "Swap the sides",
-        "aria-label": "Swap the sides",
-      },
-      "\u21c4",
-    );
+    const swapped = link("compare", [this.run], { a: this.query.b, b: this.query.a });
     fill(
       this.head,
       h("h1", {}, "Compare"),
       side(answer.a),
-      swap,
+      arrow(swapped, "\u21c4", "Swap the sides"),
       side(answer.b),
       h("span", { class: "muted" }, `${counted(answer.common, "task")} in common`),
     );
@@ -97,12 +86,7 @@ class Compare {
       "change",
       `step ${answer.b.step}: rewards, mean`,
     ];
-    const columns = h(
-      "div",
-      { class: "pair-line list-head", "aria-hidden": "true" },
-      titles.map((title, index) => h("span", { class: index === 3 ? "number" : "" }, title)),
-    );
-    fill(this.body, columns, this.list.element);
+    fill(this.body, columnTitles("pair-line", titles, (index) => index === 3), this.list.element);
     this.#draw();
   }
 
@@ -189,9 +173,8 @@ class Compare {
 
   /** @param {string} key */
   key(key) {
-    if (key === "j") this.list.select(this.list.selected + 1);
-    else if (key === "k") this.list.select(this.list.selected - 1);
-    else if (key === "Enter" && this.items[this.list.selected]?.pair && !document.activeElement?.closest(".row, form"))
+    if (this.list.key(key)) return true;
+    if (key === "Enter" && this.items[this.list.selected]?.pair && !document.activeElement?.closest(".row, form"))
       this.#toggle(this.items[this.list.selected]);
     else return false;
     return true;

@@ -7,9 +7,9 @@
 import { badge, emptyState, errorState, fill, foreign, h, loadingState } from "./dom.js";
 import { Conversation } from "./conversation.js";
 import { counted, duration, figure, fixed, moment, shorten, whole, words } from "./format.js";
+import { arrow, fact } from "./heads.js";
 import { address, link } from "./places.js";
 import { endTone } from "./rows.js";
-import { fact } from "./step.js";
 import { TokenStrips } from "./tokens.js";
 import { BranchTree } from "./tree.js";
 import { waitStrip } from "./waitstrip.js";
@@ -97,10 +97,7 @@ class EpisodeView {
   #drawHead() {
     const { row, siblings, attempts, trained, error, waits } = this.answer;
     const own = this.#place(siblings);
-    const arrow = (/** @type {string | undefined} */ to, /** @type {string} */ text, /** @type {string} */ title) =>
-      to === undefined
-        ? h("span", { class: "arrow off", "aria-hidden": "true" }, text)
-        : h("a", { class: "arrow", href: this.#to(to), title, "aria-label": title }, text);
+    const to = (/** @type {string | undefined} */ sibling) => (sibling === undefined ? null : this.#to(sibling));
     const stepName =
       typeof row.step === "number" ? `Step ${row.step}` : row.step === "-" ? "Episodes" : words(row.step);
     const others = attempts.filter((/** @type {string} */ each) => each !== row.row);
@@ -119,9 +116,9 @@ class EpisodeView {
           },
           stepName,
         ),
-        arrow(siblings[own - 1], "\u2039", "Previous episode of the group (k)"),
+        arrow(to(siblings[own - 1]), "\u2039", "Previous episode of the group (k)"),
         h("h1", {}, `Episode ${row.name}`),
-        arrow(own < 0 ? undefined : siblings[own + 1], "\u203a", "Next episode of the group (j)"),
+        arrow(to(own < 0 ? undefined : siblings[own + 1]), "\u203a", "Next episode of the group (j)"),
         siblings.length > 1 && own >= 0 ? h("span", { class: "muted" }, `${own + 1} of ${siblings.length}`) : null,
         row.stop_reason
           ? badge(words(row.stop_reason), tone, row.fault ? `fault: ${row.fault}` : null)

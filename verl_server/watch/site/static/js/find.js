@@ -191,9 +191,8 @@ class Find {
 
   /** @param {string} key */
   key(key) {
-    if (key === "j") this.list.select(this.list.selected + 1);
-    else if (key === "k") this.list.select(this.list.selected - 1);
-    else if (key === "Enter" && this.items[this.list.selected] && !document.activeElement?.closest(".row, form")) {
+    if (this.list.key(key)) return true;
+    if (key === "Enter" && this.items[this.list.selected] && !document.activeElement?.closest(".row, form")) {
       this.page.go(link("episode", [this.run, this.items[this.list.selected].row.row]));
     } else return false;
     return true;

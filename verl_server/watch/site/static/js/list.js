@@ -153,6 +153,16 @@ export class WindowedList {
   }
 
   /**
+   * Select the next row at "j", the one before at "k". Return true if the key is one of them.
+   * @param {string} key
+   */
+  key(key) {
+    if (key !== "j" && key !== "k") return false;
+    this.select(this.selected + (key === "j" ? 1 : -1));
+    return true;
+  }
+
+  /**
    * @param {number} index
    * @param {"nearest" | "start"} [align]
    */

@@ -4,9 +4,10 @@
  * `main` opens it for `#/step/RUN/STEP`. The query has the filters and the order.
  */
 
-import { emptyState, errorState, fill, foreign, h, loadingState } from "./dom.js";
+import { emptyState, errorState, fill, foreign, h } from "./dom.js";
 import { counted, figure, fixed, whole } from "./format.js";
 import { filterForm, filtersOf, fits, sortedGroups } from "./filters.js";
+import { arrow, columnTitles, fact, viewFrame } from "./heads.js";
 import { WindowedList } from "./list.js";
 import { address, link } from "./places.js";
 import { endsText, episodeLine, rewardRange, rewardStrip } from "./rows.js";
@@ -29,10 +30,8 @@ class Step {
   /** @param {import("./main.js").Page} page */
   constructor(page) {
     this.page = page;
-    this.head = h("div", { class: "view-head" });
     this.tools = h("div", {});
-    this.body = h("div", { class: "fill" }, loadingState());
-    this.element = h("div", { class: "page full" }, this.head, this.tools, this.body);
+    ({ head: this.head, body: this.body, element: this.element } = viewFrame(this.tools));
     this.list = new WindowedList({
       label: "Groups",
       guess: 34,
@@ -129,14 +128,8 @@ class Step {
   /** @param {any} answer */
   #drawHead(answer) {
     const { step, previous_step: previous, next_step: next } = answer;
-    const arrow = (/** @type {any} */ to, /** @type {string} */ text, /** @type {string} */ title) =>
-      to === null || to === undefined
-        ? h("span", { class: "arrow off", "aria-hidden": "true" }, text)
-        : h(
-            "a",
-            { class: "arrow", href: link("step", [this.run, to], this.#kept()), title, "aria-label": title },
-            text,
-          );
+    const to = (/** @type {any} */ step) =>
+      step === null || step === undefined ? null : link("step", [this.run, step], this.#kept());
     const recorded = step.played !== null && step.played > step.episodes ? ` of ${whole(step.played)} recorded` : "";
     const compare = h("input", {
       type: "text",
@@ -161,9 +154,9 @@ class Step {
       typeof step.step === "number" ? `Step ${step.step}` : step.step === "-" ? "Episodes" : `Groups: ${step.step}`;
     fill(
       this.head,
-      arrow(previous, "\u2039", "Previous step (p)"),
+      arrow(to(previous), "\u2039", "Previous step (p)"),
       h("h1", {}, title),
-      arrow(next, "\u203a", "Next step (n)"),
+      arrow(to(next), "\u203a", "Next step (n)"),
       h(
         "span",
         { class: "facts" },
@@ -215,11 +208,7 @@ class Step {
 
   #columns() {
     const titles = ["", "group", "rewards", "mean", "spread", "episodes", "tokens", "ends"];
-    return h(
-      "div",
-      { class: "group-line list-head", "aria-hidden": "true" },
-      titles.map((title, index) => h("span", { class: index > 2 && index < 7 ? "number" : "" }, title)),
-    );
+    return columnTitles("group-line", titles, (index) => index > 2 && index < 7);
   }
 
   /** @param {any} group */
@@ -285,9 +274,8 @@ class Step {
   /** @param {string} key */
   key(key) {
     const selected = this.items[this.list.selected];
-    if (key === "j") this.list.select(this.list.selected + 1);
-    else if (key === "k") this.list.select(this.list.selected - 1);
-    else if (key === "n" || key === "p") {
+    if (this.list.key(key)) return true;
+    if (key === "n" || key === "p") {
       const to = key === "n" ? this.answer?.next_step : this.answer?.previous_step;
       if (to !== null && to !== undefined) this.page.go(link("step", [this.run, to], this.#kept()));
     } else if (key === "Enter" && selected && !document.activeElement?.closest(".row, button, a, form")) {
@@ -296,9 +284,4 @@ class Step {
     } else return false;
     return true;
   }
-}
-
-/** @param {string} name @param {string} value @param {string} [tone] */
-export function fact(name, value, tone = "") {
-  return h("span", { class: "fact" }, h("small", {}, name), h("b", { class: tone || null }, value));
 }

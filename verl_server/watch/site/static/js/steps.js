@@ -4,6 +4,7 @@
 
 import { emptyState, fill, foreign, h, loadingState } from "./dom.js";
 import { counted, figure, percent, toNumber, whole } from "./format.js";
+import { columnTitles, viewFrame } from "./heads.js";
 import { WindowedList } from "./list.js";
 import { address, link } from "./places.js";
 
@@ -18,9 +19,7 @@ class Steps {
   /** @param {import("./main.js").Page} page */
   constructor(page) {
     this.page = page;
-    this.head = h("div", { class: "view-head" });
-    this.body = h("div", { class: "fill" }, loadingState());
-    this.element = h("div", { class: "page full" }, this.head, this.body);
+    ({ head: this.head, body: this.body, element: this.element } = viewFrame());
     this.list = new WindowedList({
       label: "Steps",
       guess: 34,
@@ -97,17 +96,9 @@ class Steps {
       );
     }
     if (!this.body.contains(this.list.element)) {
-      fill(
-        this.body,
-        h(
-          "div",
-          { class: "step-line list-head", "aria-hidden": "true" },
-          ["step", "mean reward", "", "groups", "without spread", "episodes", "failed", "tokens"].map((title, index) =>
-            h("span", { class: index === 0 || index > 2 ? "number" : "" }, title),
-          ),
-        ),
-        this.list.element,
-      );
+      const titles = ["step", "mean reward", "", "groups", "without spread", "episodes", "failed", "tokens"];
+      const columns = columnTitles("step-line", titles, (index) => index === 0 || index > 2);
+      fill(this.body, columns, this.list.element);
     }
     this.list.setItems(this.rows);
   }
@@ -152,9 +143,8 @@ class Steps {
 
   /** @param {string} key */
   key(key) {
-    if (key === "j") this.list.select(this.list.selected + 1);
-    else if (key === "k") this.list.select(this.list.selected - 1);
-    else if (
+    if (this.list.key(key)) return true;
+    if (
       key === "Enter" &&
       this.list.selected >= 0 &&
       !this.element.contains(document.activeElement?.closest("a") ?? null)
