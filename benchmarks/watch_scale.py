@@ -52,7 +52,8 @@ class Args:
 def write_run(out: Path, *, episodes: int, tokens: int, groups: int = 32, group_size: int = 8, seed: int = 0) -> None:
     """Write the folder of a run with at least so many episodes, which ended now."""
     # The process that measures must not hold the trainer's packages.
-    from verl_server.train.metrics import RolloutReport, describe_rollout
+    from verl_server.train.metrics import describe_rollout
+    from verl_server.train.rollout_report import RolloutReport
     from verl_server.train.run_writer import RunWriter
 
     draw = random.Random(seed)

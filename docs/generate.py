@@ -432,7 +432,7 @@ def run_folder_page(site: Site) -> None:
     for name in ("Label", "TrainedTrajectory"):
         page.add_class(site.package.class_of(home, name))
     page.add_class(site.package.class_of("verl_server.train.metrics", "StepMetrics"))
-    page.add_class(site.package.class_of("verl_server.train.metrics", "Failure"))
+    page.add_class(site.package.class_of("verl_server.train.rollout_report", "Failure"))
     page.add_class(site.package.class_of(home, "RunEvent"))
     for event in get_args(AnyEvent):
         page.add_class(site.package.class_of(home, event.__name__), level="###")

@@ -19,7 +19,8 @@ from tests.watch.site import recorded_runs as small_runs
 from verl_server.files.run_output import store_settings
 from verl_server.messages.session_types import Message, MessageCall
 from verl_server.rollout.trajectory import Fault, StopReason, Task, Trajectory, append_jsonl
-from verl_server.train.metrics import StepMetrics, describe_rollout, report_rollout
+from verl_server.train.metrics import StepMetrics, describe_rollout
+from verl_server.train.rollout_report import report_rollout
 from verl_server.train.run_writer import RunWriter
 from verl_server.watch.run_records import (
     Alarm,

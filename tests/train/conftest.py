@@ -15,6 +15,7 @@ from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.server_args import ServerArgs
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.ranks import setup_ranks
+from verl_server.train.rollout_report import RolloutReport, report_rollout
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -73,3 +74,10 @@ def make_trajectory(group: int, reward: float | None, length: int = 3, seed: int
     else:
         t.finish(StopReason.DONE)
     return t
+
+
+def make_report(trajectories: list[Trajectory], kept: int, rank: int = 0, seconds: float = 1.0) -> RolloutReport:
+    """Return the report of one rank in step 4, in which `kept` episodes are learned from."""
+    return report_rollout(
+        trajectories, kept, seconds, step=4, rank=rank, env_url="http://env:1", server_url="http://server:2"
+    )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tests.train.conftest import make_trajectory
 from verl_server.rollout.agent_loop import Rollout
-from verl_server.train.metrics import RolloutReport, describe_rollout
+from verl_server.train.metrics import describe_rollout
 from verl_server.train.ranks import all_ranks, setup_ranks
+from verl_server.train.rollout_report import RolloutReport
 from verl_server.train.run import Step, _record
 from verl_server.train.run_writer import RunWriter
 from verl_server.watch.run_records import RunStarted, StepBegan, TrainedTrajectory

@@ -19,8 +19,8 @@ from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train import agent_groups, async_grpo
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.grpo import group_advantages, main
-from verl_server.train.metrics import report_rollout
 from verl_server.train.options import TrainArgs
+from verl_server.train.rollout_report import report_rollout
 
 FAST = ["--device", "cpu", "--retry-pause", "0", "--grpo.minibatches", "1", "--grpo.epochs", "1"]
 FAST += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--server.dtype", "float32"]

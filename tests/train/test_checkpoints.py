@@ -24,9 +24,10 @@ from verl_server.train.checkpoints import (
     write_progress,
 )
 from verl_server.train.grpo import PolicyTrainer
-from verl_server.train.metrics import RolloutReport, describe_rollout
+from verl_server.train.metrics import describe_rollout
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
+from verl_server.train.rollout_report import RolloutReport
 from verl_server.train.run_folder import RunFolder
 from verl_server.train.run_writer import RunWriter
 

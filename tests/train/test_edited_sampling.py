@@ -23,8 +23,9 @@ from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTa
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.batches import MicroBatch, Sample, check_usable, sampled_positions
-from verl_server.train.metrics import describe_rollout, describe_step, merge_reports, report_rollout
+from verl_server.train.metrics import describe_rollout, describe_step
 from verl_server.train.options import GRPOConfig, TrainArgs
+from verl_server.train.rollout_report import merge_reports, report_rollout
 
 KEY, TEMPERATURE, TOLERANCE = "owner", 0.7, 2e-4
 CPU = torch.device("cpu")

@@ -1,21 +1,16 @@
-"""Reports of several ranks are merged, and a step with nothing to train on is explained."""
+"""The line of a step: means over the episodes of all ranks, and what the log prints of it."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.train.conftest import make_trajectory
+from tests.train.conftest import make_report, make_trajectory
 from verl_server.logprob_gap import LogprobGap
 from verl_server.rollout.trajectory import Event, Fault, StopReason, Task, Trajectory
 from verl_server.train.grpo import group_advantages
-from verl_server.train.metrics import RolloutReport, describe_rollout, describe_step, merge_reports, report_rollout
+from verl_server.train.metrics import describe_rollout, describe_step
+from verl_server.train.rollout_report import RolloutReport, merge_reports, report_rollout
 from verl_server.train.skipped_steps import NothingToTrainError, SkippedSteps
-
-
-def report(trajectories: list[Trajectory], kept: int, rank: int = 0, seconds: float = 1.0) -> RolloutReport:
-    return report_rollout(
-        trajectories, kept, seconds, step=4, rank=rank, env_url="http://env:1", server_url="http://server:2"
-    )
 
 
 def test_ranks_count_by_their_episodes() -> None:
@@ -23,7 +18,7 @@ def test_ranks_count_by_their_episodes() -> None:
     first = [make_trajectory(0, 1.0, 2), make_trajectory(0, 0.0, 4), make_trajectory(0, 0.5, 6)]
     second = [make_trajectory(1, 4.0, 8)]
     second[0].events = [Event("env", 0.0, 8.0), Event("generate", 0.0, 4.0)]
-    merged = merge_reports([report(first, 3, 0, seconds=1.0), report(second, 0, 1, seconds=4.0)])
+    merged = merge_reports([make_report(first, 3, 0, seconds=1.0), make_report(second, 0, 1, seconds=4.0)])
     metrics = describe_rollout(merged, step=4, version="3", ranks=2, gap=LogprobGap(3, 0.125, 0.25, 0.01))
     assert (metrics.ranks, metrics.trajectories, metrics.trainable, metrics.kept) == (2, 4, 4, 3)
     assert metrics.reward == pytest.approx(5.5 / 4)
@@ -33,47 +28,6 @@ def test_ranks_count_by_their_episodes() -> None:
     assert (metrics.env_seconds, metrics.generate_seconds) == (2.0, 1.0)
     assert metrics.stop_reasons == {"done": 4}
     assert metrics.skipped is None
-
-
-@pytest.mark.parametrize("reason", [StopReason.SESSION_LOST, StopReason.ABORTED, StopReason.GENERATION_TIMEOUT])
-def test_a_failure_of_the_server_names_its_url(reason: StopReason) -> None:
-    lost = make_trajectory(0, None)
-    lost.stop_reason, lost.error = reason, "gone"
-    report = report_rollout([lost], 0, 1.0, step=0, rank=0, env_url="env", server_url="server", replaced=[lost])
-    assert [failure.url for failure in report.failures + report.replaced] == ["server"] * 2
-
-
-def test_failures_name_the_url_of_whoever_failed() -> None:
-    generation = make_trajectory(2, 1.0)
-    generation.stop_reason, generation.reward, generation.error = StopReason.GENERATION_ERROR, None, "503"
-    merged = merge_reports([report([make_trajectory(0, None, seed=9)], 0, 0), report([generation], 0, 1)])
-    assert [(f.rank, f.url, f.stop_reason, f.seed, f.group, f.turns) for f in merged.failures] == [
-        (0, "http://env:1", "env_error", 9, 0, 1),
-        (1, "http://server:2", "generation_error", 0, 2, 1),
-    ]
-    assert merged.failures[0].error == "ws://env:1/ws did not answer `step`"
-    metrics = describe_rollout(merged, step=4, version="3", ranks=2, gap=None)
-    assert metrics.failed == 2 and metrics.reward is None
-
-
-def test_nothing_to_train_on_is_explained() -> None:
-    failed = [make_trajectory(0, None) for _ in range(3)]
-    assert report(failed, 0).obstacle() == "3 of 3 episodes failed: 3 x ws://env:1/ws did not answer `step`"
-    failed[0].error = "refused"
-    equal = [make_trajectory(0, 1.0), make_trajectory(0, 1.0)]
-    assert report(equal, 0).obstacle() == (
-        "in no group did the rewards differ (2 episodes have a reward, 1 on average)"
-    )
-    assert report([*equal, failed[0]], 0).obstacle() == (
-        "in no group did the rewards differ (2 episodes have a reward, 1 on average); "
-        "1 of 3 episodes failed: 1 x http://env:1: refused"
-    )
-    unjudged = make_trajectory(0, 1.0)
-    unjudged.reward = None
-    assert (
-        report([unjudged], 0).obstacle() == "no episode has both a reward and a token to train on (ends: {'done': 1})"
-    )
-    assert report(equal, 2).obstacle() is None
 
 
 def test_episodes_without_a_sampled_token_are_counted_and_in_no_mean() -> None:
@@ -87,7 +41,7 @@ def test_episodes_without_a_sampled_token_are_counted_and_in_no_mean() -> None:
         branch.session, branch.member, branch.branch = "s", 0, number
     first.loss_mask = [0] * len(first.loss_mask)
     played = [bypassed, full, first, second, make_trajectory(2, 0.5), make_trajectory(3, None)]
-    merged = merge_reports([report(played[:2], 0), report(played[2:], 0, 1)])
+    merged = merge_reports([make_report(played[:2], 0), make_report(played[2:], 0, 1)])
     assert (merged.episodes, merged.scored, merged.unsampled, merged.too_long) == (5, 2, 2, 1)
     metrics = describe_rollout(merged, step=4, version="0", ranks=2, gap=None)
     assert (metrics.reward, metrics.unsampled, metrics.failed, metrics.trainable) == (0.75, 2, 1, 2)
@@ -96,27 +50,18 @@ def test_episodes_without_a_sampled_token_are_counted_and_in_no_mean() -> None:
     assert "The answers of the server are empty" in str(metrics.skipped)
     samples = group_advantages([*played, make_trajectory(1, 0.0)], False)
     assert not any(sample.trajectory in (bypassed, full) for sample in samples) and len(samples) == 2
-    everything = merge_reports([report([full], 0)])
+    everything = merge_reports([make_report([full], 0)])
     assert str(everything.obstacle()).startswith("no episode has both a reward and a token to train on (ends: {'con")
     only = report_rollout([bypassed], 0, 1.0, step=0, rank=0, env_url="e", server_url="s", by_agent=True)
     assert "No request of the agent was answered in its session" in str(only.obstacle())
 
 
-def test_many_errors_are_counted_and_the_most_frequent_are_shown() -> None:
-    failed = [make_trajectory(0, None) for _ in range(8)]
-    for trajectory, error in zip(failed, "aaabbcde", strict=True):
-        trajectory.error = error
-    assert str(report(failed, 0).obstacle()).endswith(
-        "3 x http://env:1: a; 2 x http://env:1: b; 1 x http://env:1: c; and 2 other error(s)"
-    )
-
-
 def test_steps_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
-    failed = describe_rollout(report([make_trajectory(0, None)], 0), step=4, version="0", ranks=1, gap=None)
-    equal = describe_rollout(report([make_trajectory(0, 1.0)], 0), step=5, version="0", ranks=1, gap=None)
-    trained = describe_rollout(report([make_trajectory(0, 1.0)], 1), step=5, version="0", ranks=1, gap=None)
+    failed = describe_rollout(make_report([make_trajectory(0, None)], 0), step=4, version="0", ranks=1, gap=None)
+    equal = describe_rollout(make_report([make_trajectory(0, 1.0)], 0), step=5, version="0", ranks=1, gap=None)
+    trained = describe_rollout(make_report([make_trajectory(0, 1.0)], 1), step=5, version="0", ranks=1, gap=None)
     skipped = SkippedSteps(most=3, pause=2.0)
     for metrics in (failed, failed, trained, failed, equal):
         skipped.note(metrics)
@@ -142,7 +87,7 @@ def test_replaced_episodes_are_counted_beside_the_others() -> None:
     blamed.stop_reason, blamed.error, blamed.fault = StopReason.TIME_LIMIT, "too long", Fault.POLICY
     played = [better, make_trajectory(0, 1.0, 2), blamed]
     first = report_rollout(played, 3, 1.0, step=0, rank=0, env_url="e", server_url="s", replaced=lost)
-    merged = merge_reports([first, report([make_trajectory(1, 1.0, 5)], 0, 1)])
+    merged = merge_reports([first, make_report([make_trajectory(1, 1.0, 5)], 0, 1)])
     metrics = describe_rollout(merged, step=0, version="0", ranks=2, gap=None)
     assert (metrics.trajectories, metrics.failed, metrics.replaced) == (4, 1, 2)
     assert metrics.failures == {"policy": 1, "infrastructure": 2}
@@ -154,5 +99,5 @@ def test_replaced_episodes_are_counted_beside_the_others() -> None:
         ("infrastructure", True, 0),
     ]
     assert merged.obstacle() is None
-    none = describe_rollout(report([make_trajectory(0, None)], 0), step=0, version="0", ranks=1, gap=None)
+    none = describe_rollout(make_report([make_trajectory(0, None)], 0), step=0, version="0", ranks=1, gap=None)
     assert (none.replaced_tokens, none.replacing_reward, none.original_reward) == (None, None, None)

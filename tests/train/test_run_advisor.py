@@ -12,8 +12,9 @@ import pytest
 from verl_server.errors import BadRequestError
 from verl_server.logprob_gap import LogprobGap, LogprobGapError
 from verl_server.train.grpo import main
-from verl_server.train.metrics import RolloutReport, StepMetrics, describe_rollout
+from verl_server.train.metrics import StepMetrics, describe_rollout
 from verl_server.train.ranks import all_ranks
+from verl_server.train.rollout_report import RolloutReport
 from verl_server.train.run_advisor import AdvisoryError, RunAdvisor, check_names
 from verl_server.watch.advisories import NAMES, Advisor
 from verl_server.watch.run_records import Alarm, AlarmEnded, RunEvent

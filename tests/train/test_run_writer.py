@@ -22,8 +22,9 @@ from verl_server.files.segments import remove_oldest
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train import run_writer
 from verl_server.train.batches import MicroBatch, Sample, sampled_positions
-from verl_server.train.metrics import Failure, RolloutReport, StepMetrics, describe_rollout
+from verl_server.train.metrics import StepMetrics, describe_rollout
 from verl_server.train.options import GRPOConfig
+from verl_server.train.rollout_report import Failure, RolloutReport
 from verl_server.train.run_writer import RunWriter
 from verl_server.train.trained_record import TrainedRecord, age_of
 from verl_server.watch import run_records

@@ -41,9 +41,10 @@ from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.gap_probe import GapProbe
 from verl_server.train.grpo import PolicyTrainer, group_advantages, make_tasks
-from verl_server.train.metrics import RolloutReport, describe_rollout, note_learned, report_rollout
+from verl_server.train.metrics import describe_rollout, note_learned
 from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.ranks import SaveGroup
+from verl_server.train.rollout_report import RolloutReport, report_rollout
 from verl_server.train.rollouts.group_buffer import Group, GroupBuffer, Wait
 from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, NowServed, PlayGroup
 from verl_server.train.rollouts.rollout_process import open_rollouts

@@ -1,6 +1,6 @@
 """`EpisodeCounts`: what a step's episodes say about its groups, its limits and its prompts, as sums of all ranks.
 
-`metrics.report_rollout` makes them, and `watch.advisories` judges them.
+`rollout_report.report_rollout` makes them, and `watch.advisories` judges them.
 """
 
 from __future__ import annotations

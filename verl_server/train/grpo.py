@@ -38,18 +38,12 @@ from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.losses import mean_losses, policy_loss
-from verl_server.train.metrics import (
-    Learned,
-    RolloutReport,
-    describe_rollout,
-    merge_reports,
-    note_learned,
-    report_rollout,
-)
+from verl_server.train.metrics import Learned, describe_rollout, note_learned
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.players import Player, open_player
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup, full, over_ranks
+from verl_server.train.rollout_report import RolloutReport, merge_reports, report_rollout
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.run_end import Progressing, StepCounter

@@ -52,11 +52,12 @@ from verl_server.rollout.server_check import check_server
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
-from verl_server.train.metrics import Failure, StepMetrics, count_errors, describe_step
+from verl_server.train.metrics import StepMetrics, describe_step
 from verl_server.train.options import TrainArgs
 from verl_server.train.players import prepare
 from verl_server.train.policy import Policy, load_policy, save_policy
 from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_engine, setup_ranks
+from verl_server.train.rollout_report import Failure, count_errors
 from verl_server.train.run_advisor import RunAdvisor, check_names
 from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
 from verl_server.train.run_folder import RunFolder

@@ -29,7 +29,8 @@ import msgspec
 from verl_server.files.json_values import jsonable
 from verl_server.files.segments import SEGMENT_BYTES, Segments, remove_oldest, segment_files
 from verl_server.rollout.trajectory import Trajectory, labelled
-from verl_server.train.metrics import Failure, StepMetrics
+from verl_server.train.metrics import StepMetrics
+from verl_server.train.rollout_report import Failure
 from verl_server.watch.index.index_file import IndexFile
 from verl_server.watch.index.line_rows import Row, trained_row, trajectory_row
 from verl_server.watch.index.row_kinds import index_of_rank

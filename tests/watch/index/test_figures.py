@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.watch.index.runs import FIRST, episode, follow, writer
 from verl_server.rollout.trajectory import Fault, StopReason, Trajectory
-from verl_server.train.metrics import StepMetrics, describe_rollout, merge_reports, report_rollout
+from verl_server.train.metrics import StepMetrics, describe_rollout
+from verl_server.train.rollout_report import merge_reports, report_rollout
 from verl_server.watch.index.run_index import RunIndex
 
 

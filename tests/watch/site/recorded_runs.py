@@ -12,7 +12,8 @@ from tokenizers.models import BPE
 from verl_server.files.run_output import store_settings
 from verl_server.messages.session_types import Message, MessageCall
 from verl_server.rollout.trajectory import Event, Fault, StopReason, Task, Trajectory, append_jsonl
-from verl_server.train.metrics import Failure, RolloutReport, StepMetrics, describe_rollout
+from verl_server.train.metrics import StepMetrics, describe_rollout
+from verl_server.train.rollout_report import Failure, RolloutReport
 from verl_server.train.run_writer import RunWriter
 from verl_server.watch.run_records import (
     GroupDone,

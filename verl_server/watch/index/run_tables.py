@@ -51,8 +51,8 @@ _JUDGED = {
     "newest": "CASE WHEN a.branches = 1 THEN h.newest ELSE (SELECT newest FROM lines WHERE episode = h.id "
     "AND versions > 0 ORDER BY CAST(newest AS INTEGER) DESC, id DESC LIMIT 1) END",
 }
-"""Columns of an episode that are judged as `train.metrics` judges them, and its versions. h is the first line, a has
-the sums."""
+"""Columns of an episode that are judged as `train.rollout_report` judges them, and its versions. h is the first line, a
+has the sums."""
 NEWEST = "coalesce(time, ended, used, 0)"
 """By what the newest episodes are found."""
 EPISODE = ("id", *_HEAD, *_SUMS, *_JUDGED)
