@@ -65,20 +65,20 @@ def test_a_line_without_an_end_waits_and_may_be_written_again(path: Path) -> Non
     append(path, b"cut off")
     append(path.with_name("a.1.jsonl"), b"four\n")
     assert reader.read() == [b"four\n"], "nothing follows in a segment that has a later one"
-    assert reader.tail.damaged == 0
+    assert reader.tail.faults.damaged == 0
 
 
 def test_a_damaged_line_is_counted_unless_it_is_the_last_of_all(path: Path) -> None:
     reader = Reader(path)
     append(path, b"one\nbad1\ntwo\nbad2\n")
-    assert reader.read() == [b"one\n", b"two\n"] and reader.tail.damaged == 1
-    assert reader.read() == [] and reader.tail.damaged == 1
+    assert reader.read() == [b"one\n", b"two\n"] and reader.tail.faults.damaged == 1
+    assert reader.read() == [] and reader.tail.faults.damaged == 1
     path.write_bytes(path.read_bytes().replace(b"bad2", b"good"))
     assert reader.read() == [b"good\n"], "it was not whole yet"
     append(path, b"bad3\n")
     append(path.with_name("a.1.jsonl"), b"three\n")
-    assert reader.read() == [b"three\n"] and reader.tail.damaged == 2
-    assert reader.tail.warnings == [f"{path}, byte 4: bad", f"{path}, byte 18: bad"]
+    assert reader.read() == [b"three\n"] and reader.tail.faults.damaged == 2
+    assert reader.tail.faults.warnings == [f"{path}, byte 4: bad", f"{path}, byte 18: bad"]
 
 
 def test_a_line_that_is_too_long_is_skipped_in_bounded_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +87,10 @@ def test_a_line_that_is_too_long_is_skipped_in_bounded_memory(path: Path, monkey
     append(path, b"one\n" + b"x" * 150 + b"\n" + b"y" * 500)
     assert reader.read() == [b"one\n", b"x" * 150 + b"\n"], "longer than what is read at once"
     append(path, b"y" * 500)
-    assert reader.read() == [] and reader.tail.damaged == 0
+    assert reader.read() == [] and reader.tail.faults.damaged == 0
     append(path, b"y\ntwo\n")
-    assert reader.read() == [b"two\n"] and reader.tail.damaged == 1
-    assert "more than 200 bytes" in reader.tail.warnings[0]
+    assert reader.read() == [b"two\n"] and reader.tail.faults.damaged == 1
+    assert "more than 200 bytes" in reader.tail.faults.warnings[0]
     assert not reader.tail.is_replaced()
 
 
@@ -133,4 +133,4 @@ def test_a_file_that_cannot_be_read_is_a_warning(path: Path) -> None:
     path.mkdir()
     reader = Reader(path)
     assert reader.read() == []
-    assert reader.tail.warnings == [f"Cannot read {path}: Is a directory."]
+    assert reader.tail.faults.warnings == [f"Cannot read {path}: Is a directory."]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_server.errors import BadRequestError
+from verl_server.files.following import Faults, size_of
 from verl_server.files.segments import segment_files
 
 LONGEST = 4 * 2**20
@@ -20,8 +21,6 @@ _AT_ONCE = 64 * 2**20
 _CHUNK = 2**20
 _MARK = 64
 """Bytes before the place that is reached which say that the file is still the same."""
-_WARNINGS = 20
-"""Most faults whose text is kept."""
 
 
 class Line(NamedTuple):
@@ -39,10 +38,8 @@ class SegmentTail:
     def __init__(self, path: Path, longest: int = LONGEST) -> None:
         """`path` is the first segment, which need not exist yet. A line above `longest` bytes is skipped as damaged."""
         self.path = path
-        self.damaged = 0
-        """Number of lines that were skipped, because they cannot be read."""
-        self.warnings: list[str] = []
-        """The first faults, each with its place."""
+        self.faults = Faults()
+        """The lines that were skipped, and files that could not be read."""
         self._longest = longest
         self._files: list[Path] = []
         """The segments that were read, the current one is the last."""
@@ -65,7 +62,7 @@ class SegmentTail:
     def size(self) -> int:
         """Bytes of all segments that were read or can be read now."""
         current = self._files[-1] if self._files else None
-        sizes = [_size(file) for file in segment_files(self.path) if current is None or file not in self._files[:-1]]
+        sizes = [size_of(file) for file in segment_files(self.path) if current is None or file not in self._files[:-1]]
         return self._closed_bytes + sum(sizes)
 
     def is_replaced(self) -> bool:
@@ -101,7 +98,7 @@ class SegmentTail:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                self._warn(f"Cannot read {self._files[-1]}: {error.strerror or error}.")
+                self.faults.unreadable(self._files[-1], error)
                 return False
             if not later:
                 return False
@@ -146,7 +143,7 @@ class SegmentTail:
                     continue
                 if self._searched > self._longest:
                     cut = chunk.find(b"\n") + 1
-                    self._damage(f"{path}, byte {self._offset}: the line has more than {self._longest:,} bytes.")
+                    self.faults.skip(f"{path}, byte {self._offset}: the line has more than {self._longest:,} bytes.")
                     self._advance(self._searched + cut, chunk[:cut])
                     continue
                 data = os.pread(file.fileno(), self._searched, self._offset) + chunk[:cut] if self._searched else chunk
@@ -167,7 +164,7 @@ class SegmentTail:
             except BadRequestError as error:
                 if is_end and stop == len(data):
                     return False
-                self._damage(str(error))
+                self.faults.skip(str(error))
             self._advance(stop - start, line.data)
             start = stop
         return True
@@ -176,18 +173,3 @@ class SegmentTail:
         self._offset += count
         self._searched = 0
         self._mark = data[-_MARK:]
-
-    def _damage(self, text: str) -> None:
-        self.damaged += 1
-        self._warn(text)
-
-    def _warn(self, text: str) -> None:
-        if text not in self.warnings and len(self.warnings) < _WARNINGS:
-            self.warnings.append(text[:500])
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0

@@ -110,12 +110,12 @@ class RunTail:
     @property
     def damaged(self) -> int:
         """Number of lines that could not be read."""
-        return sum(tail.damaged for tail in self._tails)
+        return sum(tail.faults.damaged for tail in self._tails)
 
     @property
     def warnings(self) -> list[str]:
         """The first faults of the files, each with its file."""
-        return [text for tail in self._tails for text in tail.warnings] + self._settings.warnings
+        return [text for tail in self._tails for text in tail.faults.warnings] + self._settings.warnings
 
     @property
     def started(self) -> float | None:

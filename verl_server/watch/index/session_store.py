@@ -141,14 +141,14 @@ class SessionStore:
     @property
     def damaged(self) -> int:
         """Number of places that could not be read."""
-        return self._frames.damaged
+        return self._frames.faults.damaged
 
     @property
     def warnings(self) -> list[str]:
         """The first faults of the files, each with its file and byte."""
         lost = self._table.incomplete
         more = [f"{self.folder}: {lost:,} records are of sessions that are deleted or were lost."] if lost else []
-        return [*self._frames.warnings, *more]
+        return [*self._frames.faults.warnings, *more]
 
     def sessions(
         self,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_server.errors import BadRequestError
+from verl_server.files.following import Faults, size_of
 from verl_server.files.run_output import is_claimed
 from verl_server.server.sessions.records import (
     FRAME,
@@ -35,8 +36,6 @@ _NAME = re.compile(r"(journal|snapshot)-(\d{8})\.log")
 _CHUNK = 2**20
 _OVERLAP = 64
 """Bytes of a piece that are searched with the next piece, too: a record's first bytes may lie across both."""
-_WARNINGS = 20
-"""Most faults whose text is kept."""
 
 
 class Frame(NamedTuple):
@@ -51,10 +50,8 @@ class Frame(NamedTuple):
 class FrameTail:
     def __init__(self, folder: Path, longest: int = LONGEST) -> None:
         """`folder` is that of the store. Nothing is read before `read`."""
-        self.damaged = 0
-        """Number of places that were skipped, because they cannot be read."""
-        self.warnings: list[str] = []
-        """The first faults, each with its file and byte."""
+        self.faults = Faults()
+        """The places that were skipped, and files that could not be read."""
         self._folder, self._longest = folder, longest
         self._files: list[Path] = []
         """The files that were read, the current one is the last."""
@@ -68,7 +65,7 @@ class FrameTail:
     def progress(self) -> tuple[int, int]:
         """Bytes that were read, and bytes of the files."""
         chain = self._chain(self._snapshot if self._files else self._newest_snapshot())
-        left = [_size(path) for path in chain if path not in self._files[:-1]]
+        left = [size_of(path) for path in chain if path not in self._files[:-1]]
         return self._closed_bytes + self._offset, self._closed_bytes + sum(left)
 
     def is_replaced(self) -> bool:
@@ -106,7 +103,7 @@ class FrameTail:
                     if self._read_current(take, until, is_newest=not later):
                         return True
                 except OSError as error:
-                    self._warn(f"Cannot read {self._files[-1]}: {error.strerror or error}.")
+                    self.faults.unreadable(self._files[-1], error)
                     return False
             if not later:
                 return False
@@ -236,12 +233,7 @@ class FrameTail:
         return None
 
     def _damage(self, text: str) -> None:
-        self.damaged += 1
-        self._warn(f"{self._files[-1]}, byte {self._offset}: {text}.")
-
-    def _warn(self, text: str) -> None:
-        if text not in self.warnings and len(self.warnings) < _WARNINGS:
-            self.warnings.append(text[:500])
+        self.faults.skip(f"{self._files[-1]}, byte {self._offset}: {text}.")
 
 
 def current_size(folder: Path) -> int | None:
@@ -252,10 +244,3 @@ def current_size(folder: Path) -> int | None:
     except (OSError, DamagedRecordError):
         return None
     return record.size if isinstance(record, CurrentRecord) else None
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
