@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,10 +99,3 @@ def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
     return all(
         one[at] < other[at] + other[size] and other[at] < one[at] + one[size] for at, size in (("x", "w"), ("y", "h"))
     )
-
-
-def test_the_wheel_has_the_board_and_the_scrape_configuration() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["verl_server"]
-    packed = {path for pattern in patterns for path in (ROOT / "verl_server").glob(pattern)}
-    assert {OUR_BOARD, OUR_BOARD.with_name("prometheus.yml")} <= packed
