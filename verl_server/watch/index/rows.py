@@ -67,11 +67,42 @@ class EpisodeFilter(msgspec.Struct, kw_only=True, frozen=True):
     """False: without episodes that others replaced."""
 
 
-class EpisodeRow(msgspec.Struct, kw_only=True):
-    """One episode."""
+class EpisodeColumns(msgspec.Struct, kw_only=True):
+    """What an index and the answers of the page say alike about an episode."""
 
     row: str
     """Id of the episode's first line: FILE:OFFSET:DIGEST."""
+    member: int
+    attempt: int
+    seed: str
+    """Decimal digits: seeds may exceed what a browser's numbers hold."""
+    episode_id: str | None
+    phase: str | None
+    """before, training or after in the demo's file; None in others."""
+    stop_reason: str | None
+    fault: str | None
+    branches: int
+    """Number of the episode's lines."""
+    turns: int
+    """Turns of all branches."""
+    tokens: int
+    """Tokens of the longest branch."""
+    sampled: int
+    """Sampled tokens of all branches."""
+    began: float | None
+    """Wall time in seconds since 1970; None if it is unknown."""
+    ended: float | None
+    oldest_version: str
+    newest_version: str
+    versions: int
+    """Number of weight versions that sampled tokens."""
+    tools: list[str]
+    """Names of the tools that the policy called, sorted."""
+
+
+class EpisodeRow(EpisodeColumns, kw_only=True):
+    """One episode."""
+
     place: str
     """`StepRow.name` of its step."""
     step: int | None
@@ -81,15 +112,8 @@ class EpisodeRow(msgspec.Struct, kw_only=True):
     rank: int | None
     incarnation: str | None
     group: int
-    member: int
-    attempt: int
-    seed: str
-    """Decimal digits: seeds may exceed what a browser's numbers hold."""
-    episode_id: str | None
     task: str
     """Digest of what the episode was asked: two episodes with the same one are comparable."""
-    phase: str | None
-    """before, training or after in the demo's file; None in others."""
     fate: Fate
     is_lost: bool
     """True if a resumed run played the episode's group again."""
@@ -98,32 +122,13 @@ class EpisodeRow(msgspec.Struct, kw_only=True):
     is_unsampled: bool
     """True if the policy sampled no token in it. It is in no mean reward."""
     reward: float | None
-    stop_reason: str | None
-    fault: str | None
     error: str | None
     """The first 200 characters."""
-    branches: int
-    """Number of the episode's lines."""
-    turns: int
-    """Turns of all branches."""
-    tokens: int
-    """Tokens of the longest branch."""
-    sampled: int
-    """Sampled tokens of all branches."""
     generate_seconds: float
     env_seconds: float
     queue_seconds: float
-    began: float | None
-    """Wall time in seconds since 1970; None if it is unknown."""
-    ended: float | None
     time: float | None
     """Wall time of the line."""
-    oldest_version: str
-    newest_version: str
-    versions: int
-    """Number of weight versions that sampled tokens."""
-    tools: list[str]
-    """Names of the tools that the policy called, sorted."""
     logprob: float | None
     """Mean log-probability of the sampled tokens."""
     is_trained: bool

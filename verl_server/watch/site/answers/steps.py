@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from verl_server.watch.index.rows import EpisodeColumns
 from verl_server.watch.site.answers.values import Number, Step
 
 
@@ -33,47 +34,27 @@ class Steps(msgspec.Struct, kw_only=True):
     next: str | None = None
 
 
-class Row(msgspec.Struct, kw_only=True):
-    """One trajectory: an episode, or one branch of an agent's episode."""
+class Row(EpisodeColumns, kw_only=True):
+    """One trajectory: an episode, or one branch of an agent's episode, whose turns and tokens are then its own.
 
-    row: str
-    """Id of the row: FILE:OFFSET:DIGEST. Encode it with encodeURIComponent in URLs."""
+    `row` is encoded with encodeURIComponent in URLs. `tools` are at most 32 names of at most 100 characters.
+    """
+
     name: str
     """GROUP-MEMBER."""
     step: Step
     group: str
     """Id of the group, for the filter `group`."""
-    member: int
-    attempt: int
     session: str
     branch: int
-    branches: int = 1
-    """Branches of the episode, in lists of episodes."""
     reward: Number
-    stop_reason: str | None
-    fault: str | None
     error: str
     """The first 200 characters, "" without an error."""
-    turns: int
-    tokens: int
-    sampled: int
     generate_s: float
     env_s: float
     queue_s: float
-    began: float | None
-    ended: float | None
-    versions: int
-    """Number of weight versions that sampled tokens."""
-    oldest_version: str
-    newest_version: str
-    tools: list[str]
-    """Names of the tools that the policy called, at most 32 of at most 100 characters."""
-    seed: str
-    episode_id: str | None
     kind: Literal["trajectory", "untrained"]
     """untrained: the run did not complete the step."""
-    phase: str | None
-    """before, training or after: the demo's. None elsewhere."""
     lost: bool
     """True if the step was lost when the run was killed, and ran again."""
     replaced: bool
