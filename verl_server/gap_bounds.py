@@ -62,7 +62,7 @@ class GapHistory:
         """Take the gap of the next step. Return None if it is within its bounds. A gap that is no number is beyond."""
         self._means.append(mean)
         bounds, means = self.bounds, list(self._means)
-        if mean <= bounds.warn_mean and largest <= bounds.warn_largest:
+        if not self.is_beyond(mean, largest):
             return None
         grows = (
             len(means) == GROWING_STEPS
@@ -72,6 +72,10 @@ class GapHistory:
         )
         is_far = not mean <= bounds.stop_mean
         return GapVerdict(is_far or grows, grows and not is_far)
+
+    def is_beyond(self, mean: float, largest: float, level: float = 1.0) -> bool:
+        """Return True if a gap is beyond `level` times a bound of warnings. One that is no number is."""
+        return not (mean <= level * self.bounds.warn_mean and largest <= level * self.bounds.warn_largest)
 
     def expected(self, dtype: str) -> str:
         """Return the bounds of warnings as text."""

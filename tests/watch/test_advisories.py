@@ -14,6 +14,7 @@ import pytest
 
 from verl_server.errors import BadRequestError
 from verl_server.watch.advisories import GAP, NAMES, Advisor, Advisory, FolderAdvisories, advisories_of
+from verl_server.watch.advisory_rules.figures import Past, RunSettings
 from verl_server.watch.run_records import Alarm, AlarmEnded, RunResumed, RunStarted
 
 PHASES = {"rollout": 1.0, "train": 0.5, "sync": 0.1, "record": 0.01}
@@ -207,6 +208,92 @@ def test_an_advisory_is_written_again_when_it_is_worse_or_after_its_end() -> Non
     assert ends == [(20, "servers_idle")]
 
 
+# Name -> fields of steps within the bound, but close to it, and clearly within it.
+NEAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "failed": ({"failed": 6, "replaced": 8}, {"failed": 10}),
+    "truncated": ({"truncated": 64}, {"truncated": 50}),
+    "groups_without_spread": ({"groups_without_spread": 17}, {"groups_without_spread": 12}),
+    "behaviour_kl": ({"losses": losses(behaviour_kl=0.85)}, {"losses": losses(behaviour_kl=0.79)}),
+    "trainer_idle": ({"idle": {"trainer": 0.45, "servers": 0.1}}, {"idle": {"trainer": 0.39, "servers": 0.1}}),
+    "servers_idle": ({"idle": {"servers": 0.45}}, {"idle": {"servers": 0.39}}),
+    "cache_hits": ({"cache_hit_rate": 0.45}, {"cache_hit_rate": 0.51}),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_an_advisory_ends_only_clearly_within_its_bound(name: str) -> None:
+    near, clear = NEAR[name]
+    assert judged([line(**near)] * 10) == [], "nothing is wrong with a run that was never beyond the bound"
+    for after, ends in ((near, False), (clear, True)):
+        advisor, ended = Advisor(), []
+        for step, fields in enumerate([CASES[name][0]] * 5 + [after] * 15):
+            found = advisor.judge(line(step, **fields), PHASES)
+            assert [advisory.name for advisory in found] == ([name] if step == 2 else [])
+            ended += advisor.ended
+        assert ended == ([name] if ends else [])
+
+
+def test_a_figure_that_crosses_its_bound_again_and_again_is_told_once() -> None:
+    """The idle shares of a steady run on a GPU, where rollouts and training take about as long."""
+    advisor, found, ended = Advisor(), [], []
+    for step, share in enumerate([0.49, 0.57, 0.52, 0.48, 0.49, 0.47, 0.49, 0.5, 0.49, 0.51, 0.55, 0.53] * 5):
+        found += advisor.judge(line(step, idle={"trainer": 0.1, "servers": share}), PHASES)
+        ended += advisor.ended
+    assert [advisory.name for advisory in found] == ["servers_idle"] and ended == []
+
+
+def test_entropy_near_its_bound_keeps_a_collapse_true() -> None:
+    for last, ends in ((0.12, []), (0.13, ["entropy_collapse"])):
+        advisor, ended = Advisor(), []
+        for step, value in enumerate([1.0] * 3 + [0.09] * 5 + [last] * 12):
+            advisor.judge(line(step, losses=losses(value)), PHASES)
+            ended += advisor.ended
+        assert ended == ends
+
+
+def test_a_reward_near_its_bound_keeps_a_collapse_true() -> None:
+    for last, ends in ((0.17, []), (0.2, ["reward_collapse"])):
+        advisor, ended = Advisor(), []
+        for step, reward in enumerate([0.02 * step for step in range(20)] + [0.1] * 12 + [last] * 30):
+            advisor.judge(line(step, reward=reward), PHASES)
+            ended += advisor.ended
+        assert ended == ends, last
+
+
+def test_a_gap_near_its_bound_keeps_its_warning_true() -> None:
+    for mean, ends in ((4.5e-5, []), (3.9e-5, [GAP])):
+        advisor, ended = Advisor("float32"), []
+        advisor.judge_gap(0, 6e-5, 9e-5, 0.0)
+        for step in range(1, 10):
+            assert advisor.judge_gap(step, mean, 7e-5, 0.0) == []
+            ended += advisor.ended
+        assert ended == ends
+
+
+def test_the_remedy_of_idle_servers_knows_a_shared_gpu() -> None:
+    """Who trains on the servers' GPU cannot give it away, and loses nothing while the trainer computes."""
+    slow_training = [line(step, idle={"trainer": 0.05, "servers": 0.6}) for step in range(3)]
+
+    def told(settings: dict[str, Any]) -> Advisory:
+        advisor = Advisor(past=Past(RunSettings.of(settings)))
+        (found,) = [each for step in slow_training for each in advisor.judge(step, PHASES)]
+        return found
+
+    shared = told({"server_urls": [], "server.base_gpu_id": 0, "server.gpu_uuids": []})
+    assert shared.severity == "info" and shared.remedy.startswith("Nothing is lost")
+    elsewhere = {"server_urls": [], "server.base_gpu_id": 4}
+    for settings in ({}, {"server_urls": ["http://*"]}, {"server_urls": [], "device": "cpu"}, elsewhere):
+        unknown = told(settings)
+        assert unknown.severity == "warning"
+        assert "If the servers have GPUs of their own" in unknown.remedy and "If they share" in unknown.remedy
+
+
+def test_the_learning_rate_of_the_run_is_named() -> None:
+    advisor = Advisor(past=Past(RunSettings.of({"grpo.learning_rate": 0.4})))
+    (found,) = [a for n in range(3) for a in advisor.judge(line(n, losses=losses(behaviour_kl=7.0)), PHASES)]
+    assert "the learning rate (0.4) is too high" in found.cause
+
+
 def test_the_gap_warns_is_an_error_and_ends() -> None:
     advisor = Advisor("float32")
     assert advisor.judge_gap(0, 4e-5, 9e-5, 0.0) == []
@@ -330,6 +417,13 @@ def test_the_gap_of_a_folder_without_events_is_judged_by_its_dtype(folder: Folde
     assert advisories_of(folder.path) == []
     (folder.path / "run.json").write_text('{"command": "demo"}')
     assert names(advisories_of(folder.path)) == [(GAP, 0, None)]
+
+
+def test_the_settings_of_a_folder_are_known_to_its_advisories(folder: Folder) -> None:
+    (folder.path / "run.json").write_text('{"grpo.learning_rate": 0.25, "server_urls": []}')
+    folder.steps(range(3), losses=losses(behaviour_kl=3.0))
+    (found,) = advisories_of(folder.path)
+    assert "(0.25)" in found.cause
 
 
 def test_a_line_of_a_folder_that_is_damaged_is_named(folder: Folder) -> None:

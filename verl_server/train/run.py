@@ -45,6 +45,7 @@ from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import UnansweredError, VerlServerError
 from verl_server.files.command_options import parse_options
 from verl_server.files.model_folder import config_folder, load_tokenizer
+from verl_server.files.run_output import settings_of
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.renderer import Renderer
@@ -67,6 +68,7 @@ from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.train.stopping import StopRequest
 from verl_server.watch.advisories import Advisor
+from verl_server.watch.advisory_rules.figures import Past, RunSettings
 from verl_server.watch.run_records import (
     CheckpointSaved,
     RunEnded,
@@ -186,7 +188,8 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             contextlib.ExitStack() as stack,
         ):
             # With two dtypes, the bounds are those of the coarsest one.
-            advised = Advisor("bfloat16" if args.allow_dtype_mismatch else dtype_name(dtype))
+            coarsest = "bfloat16" if args.allow_dtype_mismatch else dtype_name(dtype)
+            advised = Advisor(coarsest, Past(RunSettings.of(settings_of(args.command, args))))
             advisor = RunAdvisor(advised, ranks, stop_on=check_names(args.stop_on), note=files.note)
             servers = RolloutServers(
                 engines,

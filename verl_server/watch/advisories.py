@@ -5,7 +5,7 @@ returns those of a run's folder: what the run wrote, and for starts of earlier v
 are in `advisory_rules`. This module reads files and figures only, and does not import torch.
 
 An advisory is written when it becomes true, and again when it gets much worse. It ends after five steps in a row in
-which its figure was within the bound.
+which its figure was clearly within the bound, so that one about a figure near its bound does not come and go.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl_server.errors import BadRequestError
 from verl_server.files.json_files import parse_json, read_json
 from verl_server.files.segments import SegmentFollower
 from verl_server.gap_bounds import CAUSES, DTYPE_BOUNDS, GROWING_STEPS, GapHistory
-from verl_server.watch.advisory_rules.figures import Finding, Past, StepFigures
+from verl_server.watch.advisory_rules.figures import Finding, Past, RunSettings, StepFigures
 from verl_server.watch.advisory_rules.rules import RULES
 from verl_server.watch.run_files import Lineage, decode_event, read_label
 from verl_server.watch.run_records import Alarm, AlarmEnded, AnyEvent, RunResumed, RunStarted, Severity
@@ -36,7 +36,9 @@ NAMES: Mapping[str, str] = {
 }
 """Name of each advisory -> what it finds."""
 _QUIET_STEPS = 5
-"""Steps in a row within the bound after which an advisory has ended."""
+"""Steps in a row clearly within the bound after which an advisory has ended."""
+_END_LEVEL = 0.8
+"""Share of a bound beyond which an advisory that is true stays so. Idle shares of steady runs vary by a tenth."""
 _SEVERITIES = get_args(Severity)
 _GAP_REMEDY = (
     "Look at the last push in events.jsonl, and compare --compute-dtype with the dtype of the servers, and the "
@@ -92,7 +94,7 @@ class _Open:
 
     written: Finding
     quiet: int = 0
-    """Steps in a row within the bound."""
+    """Steps in a row clearly within the bound."""
 
     def is_worse(self, found: Finding) -> bool:
         """Return True if the figure is twice as far beyond its bound as when it was written, or it is more severe."""
@@ -109,7 +111,7 @@ class Advisor:
     dtype: str | None = None
     """Dtype in which server and trainer compute, whose bounds the gap has. None: the gap is not judged."""
     past: Past = field(default_factory=Past)
-    """Facts of the steps of earlier starts of the run."""
+    """The settings of the run, and facts of the steps of its earlier starts."""
     ended: list[str] = field(default_factory=list)
     """Names of the advisories that ended with the last call."""
 
@@ -142,7 +144,7 @@ class Advisor:
                 remedy=_GAP_REMEDY,
                 severity="error" if verdict.is_error else "warning",
             )
-        return self._news(GAP, step, found)
+        return self._news(GAP, step, found, is_near=self._gaps.is_beyond(mean, largest, _END_LEVEL))
 
     def judge(self, line: Mapping[str, Any], phases: Mapping[str, float]) -> list[Advisory]:
         """Judge a complete step: the fields of its line in metrics.jsonl, and the seconds of its phases.
@@ -160,15 +162,20 @@ class Advisor:
             recent = self._recent[rule.name]
             recent.append(figures)
             if len(recent) >= rule.least:
-                news += self._news(rule.name, figures.step, rule.judge(list(recent), self.past))
+                found = rule.judge(list(recent), self.past)
+                is_near = rule.name in self._open and rule.judge(list(recent), self.past, _END_LEVEL) is not None
+                news += self._news(rule.name, figures.step, found, is_near=is_near)
         return news
 
-    def _news(self, name: str, step: int, found: Finding | None) -> list[Advisory]:
-        """Note what a rule found. Return the advisory if it is new or much worse."""
+    def _news(self, name: str, step: int, found: Finding | None, *, is_near: bool) -> list[Advisory]:
+        """Note what a rule found. Return the advisory if it is new or much worse.
+
+        `is_near`: a figure within the bound is too close to it for the advisory to end.
+        """
         known = self._open.get(name)
         if found is None:
             if known is not None:
-                known.quiet += 1
+                known.quiet = 0 if is_near else known.quiet + 1
                 if known.quiet == _QUIET_STEPS:
                     del self._open[name]
                     self.ended.append(name)
@@ -194,8 +201,9 @@ class FolderAdvisories:
     def __init__(self, folder: Path) -> None:
         self._events = SegmentFollower(folder / "events.jsonl")
         self._metrics = SegmentFollower(folder / "metrics.jsonl")
-        self._dtype = _dtype(folder)
-        self._advisor = Advisor(self._dtype)
+        settings = _settings(folder)
+        self._dtype = _dtype(settings)
+        self._advisor = Advisor(self._dtype, Past(RunSettings.of(settings)))
         self._incarnation: str | None = None
         self._starts: dict[str, RunStarted | RunResumed] = {}
         self._found: list[tuple[str | None, Advisory]] = []
@@ -254,11 +262,15 @@ def advisories_of(folder: Path) -> list[Advisory]:
     return FolderAdvisories(folder).read()
 
 
-def _dtype(folder: Path) -> str | None:
-    """Return the dtype of a run's passes, None if its settings do not tell."""
+def _settings(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of a run's folder, none if they cannot be read."""
     try:
-        settings = read_json(folder / "run.json")
+        return read_json(folder / "run.json")
     except BadRequestError:
-        return None
+        return {}
+
+
+def _dtype(settings: Mapping[str, Any]) -> str | None:
+    """Return the dtype of a run's passes, None if its settings do not tell."""
     found = "float32" if settings.get("command") == "demo" else settings.get("compute_dtype")
     return found if found in DTYPE_BOUNDS else None

@@ -269,7 +269,7 @@ class Alarm(RunEvent, tag_field="kind", tag="alarm"):
 
 
 class AlarmEnded(RunEvent, tag_field="kind", tag="alarm_ended"):
-    """The figure of an alarm was within its bound for five steps in a row."""
+    """The figure of an alarm was clearly within its bound for five steps in a row: below 80 % of it."""
 
     name: str
     """Name of the alarm."""

@@ -34,11 +34,11 @@ _LIMITS = {
 }
 
 
-def failed(steps: Steps, past: Past) -> Finding | None:
+def failed(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge episodes that failed, with those that others replaced: they cost as much, and are no random part."""
     count = sum(step.failed + step.replaced for step in steps)
     episodes = sum(step.trajectories + step.replaced for step in steps)
-    if surely(count, episodes) <= FAILED_SHARE:
+    if surely(count, episodes) <= level * FAILED_SHARE:
         return None
     faults = totals(step.failures for step in steps)
     ends = totals({k: n for k, n in step.stop_reasons.items() if k not in _REGULAR} for step in steps)
@@ -63,10 +63,10 @@ def failed(steps: Steps, past: Past) -> Finding | None:
     )
 
 
-def truncated(steps: Steps, past: Past) -> Finding | None:
+def truncated(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge episodes that limits cut. Lines of earlier versions tell those whose end is a limit only."""
     count, episodes = sum(map(_cut, steps)), sum(step.trajectories for step in steps)
-    if surely(count, episodes) <= TRUNCATED_SHARE:
+    if surely(count, episodes) <= level * TRUNCATED_SHARE:
         return None
     ends = totals({k: n for k, n in step.stop_reasons.items() if k in _LIMITS} for step in steps)
     answers = count - sum(ends.values())
@@ -84,15 +84,15 @@ def truncated(steps: Steps, past: Past) -> Finding | None:
     )
 
 
-def without_spread(steps: Steps, past: Past) -> Finding | None:
+def without_spread(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge groups whose rewards are equal. Without their number, the share of the episodes in them stands for it."""
     if all(step.groups is not None for step in steps):
         count, total = sum(step.groups_without_spread for step in steps), sum(step.groups or 0 for step in steps)
-        is_beyond, of = surely(count, total) > WITHOUT_SPREAD_SHARE, "groups"
+        share, of = surely(count, total), "groups"
     else:
         count, total = sum(step.trainable - step.kept for step in steps), sum(step.trainable for step in steps)
-        is_beyond, of = surely(count // _GROUP, total // _GROUP) > WITHOUT_SPREAD_SHARE, "episodes"
-    if not is_beyond:
+        share, of = surely(count // _GROUP, total // _GROUP), "episodes"
+    if share <= level * WITHOUT_SPREAD_SHARE:
         return None
     reward = statistics.fmean(step.reward or 0.0 for step in steps)
     lows, highs = [s.reward_min for s in steps], [s.reward_max for s in steps]

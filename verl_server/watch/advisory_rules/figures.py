@@ -1,7 +1,8 @@
 """What the rules of `advisories` read and return: figures of a step, facts of the whole run, and a finding.
 
 A rule sees the last few steps that have its figure, so that one odd step raises nothing. Shares of episodes and groups
-are judged by `surely`: three of four episodes of a small run say less than three quarters of a large one.
+are judged by `surely`: three of four episodes of a small run say less than three quarters of a large one. Each rule
+takes a `level`: below 1, it finds figures that are within the bound, but close to it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -84,10 +85,29 @@ class Window(msgspec.Struct, frozen=True):
         return Window(statistics.fmean(rewards), statistics.stdev(rewards), last)
 
 
-class Past:
-    """What rules need of all steps of the run."""
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What rules know of the settings of a run."""
 
-    def __init__(self) -> None:
+    learning_rate: float | None = None
+    shares_gpu: bool = False
+    """True if the run launched its server on the trainer's first GPU. False also if nobody knows."""
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> RunSettings:
+        """Return those of a run.json, which may be of an earlier version or of another command."""
+        rate = settings.get("grpo.learning_rate")
+        launches = "server_urls" in settings and not settings["server_urls"] and settings.get("device") != "cpu"
+        elsewhere = bool(settings.get("server.base_gpu_id")) or bool(settings.get("server.gpu_uuids"))
+        return RunSettings(
+            learning_rate=float(rate) if isinstance(rate, int | float) else None, shares_gpu=launches and not elsewhere
+        )
+
+
+class Past:
+    """What rules need of the whole run: facts of all steps, and settings."""
+
+    def __init__(self, settings: RunSettings | None = None) -> None:
+        self.settings = RunSettings() if settings is None else settings
         self._first_entropies: list[float] = []
         self._first_rewards: list[float] = []
         self._last_rewards = deque[float](maxlen=WINDOW)

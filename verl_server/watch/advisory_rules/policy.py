@@ -22,11 +22,11 @@ KEPT_REWARD = 0.5
 below it and ended between 0.00 and 0.30, and the 11 runs that learned kept 0.75 and more (docs/experiments.md)."""
 
 
-def behaviour_kl(steps: Steps, past: Past) -> Finding | None:
+def behaviour_kl(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge how far a step moves the policy from the one that sampled."""
     values = [step.loss("behaviour_kl") for step in steps]
     figure = statistics.median(values)
-    if figure <= BEHAVIOUR_KL:
+    if figure <= level * BEHAVIOUR_KL:
         return None
     ages = [step.age for step in steps if step.age is not None]
     clipped = [step.losses.get("clip_fraction") for step in steps]
@@ -38,7 +38,7 @@ def behaviour_kl(steps: Steps, past: Past) -> Finding | None:
         bound=BEHAVIOUR_KL,
         message=f"the trained policy is {figure:.2g} nats per token from the one that sampled (behaviour_kl, median of "
         f"{len(steps)} steps){clip}{old}",
-        cause="the learning rate is too high, or there are too many optimizer steps for each batch"
+        cause=f"the learning rate{_rate(past)} is too high, or there are too many optimizer steps for each batch"
         + (", or the episodes are too old for the loss" if ages and statistics.fmean(ages) >= 1 else ""),
         remedy="Divide --grpo.learning-rate by 10, and continue from a checkpoint before the jump; or lower "
         "--grpo.epochs and --grpo.minibatches" + (", or --max-staleness." if ages else "."),
@@ -46,13 +46,13 @@ def behaviour_kl(steps: Steps, past: Past) -> Finding | None:
     )
 
 
-def entropy_collapse(steps: Steps, past: Past) -> Finding | None:
+def entropy_collapse(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge a low entropy without a gain in reward (DAPO, Yu et al. 2025, arXiv 2503.14476, and Cui
     et al. 2025, arXiv 2505.22617, describe it)."""
     figure, first = statistics.median(step.loss("entropy") for step in steps), past.first_entropy
     bound = ENTROPY_SHARE * first
     rewards = [step.reward for step in steps if step.reward is not None]
-    if figure >= bound or not rewards:
+    if figure >= bound / level or not rewards:
         return None
     reward, first_reward = statistics.median(rewards), past.first_reward
     if reward > first_reward and reward - first_reward >= GAIN * (past.highest - first_reward):
@@ -62,15 +62,15 @@ def entropy_collapse(steps: Steps, past: Past) -> Finding | None:
         bound=bound,
         message=f"the entropy fell to {figure:.2g} nats per token, from {first:.2g} in the first steps, and the "
         f"median reward is {reward:.3g} (first steps {first_reward:.3g}, best episode {past.highest:.3g})",
-        cause="the policy has settled on one answer too early: a learning rate that is too high, a reward that one "
-        "answer always gets in part, or many steps over few tasks",
+        cause=f"the policy has settled on one answer too early: a learning rate{_rate(past)} that is too high, a "
+        "reward that one answer always gets in part, or many steps over few tasks",
         remedy="Continue from an earlier checkpoint with a lower --grpo.learning-rate, a larger --grpo.clip-high, or "
         "--grpo.entropy-coef above 0.",
         severity="error",
     )
 
 
-def reward_collapse(steps: Steps, past: Past) -> Finding | None:
+def reward_collapse(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge a mean reward that has fallen far below its best: what the policy had learned is lost.
 
     Other rules say why, if their figures show it; a policy may also collapse with a small KL in each step. The fall has
@@ -79,18 +79,25 @@ def reward_collapse(steps: Steps, past: Past) -> Finding | None:
     now, best = Window.of([step.reward for step in steps if step.reward is not None], steps[-1].step), past.best
     if best is None:
         return None
-    bound = past.lowest + KEPT_REWARD * (best.mean - past.lowest)
+    gain = KEPT_REWARD * (best.mean - past.lowest)
     error = math.sqrt((now.deviation**2 + best.deviation**2) / WINDOW)
-    if now.mean >= bound or best.mean - now.mean <= 3 * error:
+    if now.mean - past.lowest >= gain / level or best.mean - now.mean <= level * 3 * error:
         return None
     return Finding(
         figure=now.mean,
-        bound=bound,
+        bound=past.lowest + gain,
         message=f"the reward fell to {now.mean:.3g} (mean of {WINDOW} steps), from {best.mean:.3g} in the "
         f"{WINDOW} steps up to step {best.last}",
-        cause="the updates have destroyed what the policy had learned: the learning rate is too high, the episodes are "
-        "too old for the loss, or the loss has no clip; or the tasks have become harder, or the environment is broken",
+        cause=f"the updates have destroyed what the policy had learned: the learning rate{_rate(past)} is too high, "
+        "the episodes are too old for the loss, or the loss has no clip; or the tasks have become harder, or the "
+        "environment is broken",
         remedy="Read episodes of before and after the fall. Continue from a checkpoint before it with a lower "
         "--grpo.learning-rate, or with --grpo.loss clip_behaviour.",
         severity="error",
     )
+
+
+def _rate(past: Past) -> str:
+    """Return the learning rate of the run in brackets, "" if it is not known."""
+    rate = past.settings.learning_rate
+    return "" if rate is None else f" ({rate:g})"

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from verl_server.watch.advisory_rules.episodes import failed, truncated, without_spread
 from verl_server.watch.advisory_rules.figures import WINDOW, Finding, Past, StepFigures, Steps
 from verl_server.watch.advisory_rules.policy import behaviour_kl, entropy_collapse, reward_collapse
 from verl_server.watch.advisory_rules.seconds import PHASE_STEPS, cache_hits, servers_idle, slow_phase, trainer_idle
+
+
+class Judge(Protocol):
+    def __call__(self, steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
+        """Judge the last steps that have the figures, the newest last.
+
+        `level` is the share of the bound from which on a figure is found; of a bound from below, its inverse.
+        """
 
 
 @dataclass(frozen=True)
@@ -18,8 +27,7 @@ class Rule:
     """What it finds, for the help of `--stop-on`."""
     has: Callable[[StepFigures], bool]
     """True if a step has the figures of the rule."""
-    judge: Callable[[Steps, Past], Finding | None]
-    """Takes the last steps that have the figures, the newest last."""
+    judge: Judge
     least: int = 3
     """Steps that it needs."""
     most: int = 5

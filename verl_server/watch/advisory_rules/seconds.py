@@ -21,10 +21,10 @@ SLOW_SHARE = 0.25
 """Least excess of a slow phase, as a share of a step."""
 
 
-def trainer_idle(steps: Steps, past: Past) -> Finding | None:
+def trainer_idle(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge asynchronous runs only: in a synchronous one, the trainer waits for each rollout."""
     figure = statistics.median(step.idle["trainer"] for step in steps)
-    if figure <= IDLE_SHARE:
+    if figure <= level * IDLE_SHARE:
         return None
     waits = totals(step.waits for step in steps)
     shown = ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in waits.items() if seconds >= 0.05)
@@ -40,7 +40,7 @@ def trainer_idle(steps: Steps, past: Past) -> Finding | None:
         "episodes": "The servers are idle, too, so the environment is the bottleneck: speed it up, or play more "
         "episodes at once (--max-concurrency, --grpo.groups, --max-staleness)."
         if waiting
-        else "Give the rollouts more servers (--server may be repeated), or a larger part of the GPUs.",
+        else _MORE_ROLLOUT[past.settings.shares_gpu],
         "deadline": "Raise --max-staleness, bound slow episodes (--trajectory-timeout), or use --stale drop.",
         "servers": "Read the servers' logs: events.jsonl has the times at which they were lost.",
     }
@@ -54,18 +54,20 @@ def trainer_idle(steps: Steps, past: Past) -> Finding | None:
     )
 
 
-def servers_idle(steps: Steps, past: Past) -> Finding | None:
+def servers_idle(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge the time without a request: that of the rollouts in a synchronous run, else all of it.
 
-    It is no fault of a synchronous run: one of trainer and servers always waits there, and small models are fast.
+    It is no fault of a synchronous run: one of trainer and servers always waits there, and small models are fast. It is
+    none either where the trainer computes on the servers' GPU meanwhile.
     """
     figure = statistics.median(step.idle["servers"] for step in steps)
-    if figure <= IDLE_SHARE:
+    if figure <= level * IDLE_SHARE:
         return None
     is_async = any("trainer" in step.idle for step in steps)
-    if is_async and statistics.median(step.idle.get("trainer", 0.0) for step in steps) <= IDLE_SHARE:
+    trains = is_async and statistics.median(step.idle.get("trainer", 0.0) for step in steps) <= IDLE_SHARE
+    if trains:
         cause = "training is slower than the rollouts, and no group may start before it goes on"
-        remedy = "Take GPUs from the servers for the trainer, or raise --max-staleness."
+        remedy = _FASTER_TRAINING[past.settings.shares_gpu]
     else:
         cause = "episodes wait for the environment, or too few of them play at once"
         remedy = "Play more episodes at once (--grpo.groups, --max-concurrency), speed the environment up, or let " + (
@@ -78,17 +80,17 @@ def servers_idle(steps: Steps, past: Past) -> Finding | None:
         f"{'' if is_async else ' in which episodes play'} (median of {len(steps)} steps)",
         cause=cause,
         remedy=remedy,
-        severity="warning" if is_async else "info",
+        severity="info" if not is_async or (trains and past.settings.shares_gpu) else "warning",
     )
 
 
-def cache_hits(steps: Steps, past: Past) -> Finding | None:
+def cache_hits(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Compare what the prefix caches had with what they could have: histories, and first prompts of a group."""
     prompts = sum(step.prompt_tokens for step in steps)
     calls = sum(step.turns * step.trajectories for step in steps)
     could = sum(step.reusable_tokens for step in steps) / prompts
     figure = statistics.median(step.cache_hit_rate or 0.0 for step in steps)
-    if prompts < LONG_PROMPT * calls or could < HIT_SHARE or figure >= HIT_SHARE * could:
+    if prompts < LONG_PROMPT * calls or could < HIT_SHARE or figure >= HIT_SHARE * could / level:
         return None
     return Finding(
         figure=figure,
@@ -102,7 +104,7 @@ def cache_hits(steps: Steps, past: Past) -> Finding | None:
     )
 
 
-def slow_phase(steps: Steps, past: Past) -> Finding | None:
+def slow_phase(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     """Judge the newest step: a phase that took six times its median, and a good part of a step."""
     *before, now = steps
     usual = statistics.median(sum(step.phases.values()) for step in before)
@@ -112,7 +114,7 @@ def slow_phase(steps: Steps, past: Past) -> Finding | None:
         if len(known) < PHASE_STEPS:
             continue
         median = statistics.median(known)
-        is_slow = seconds > SLOW_FACTOR * median and seconds - median > max(SLOW_SECONDS, SLOW_SHARE * usual)
+        is_slow = seconds > level * SLOW_FACTOR * median and seconds - median > max(SLOW_SECONDS, SLOW_SHARE * usual)
         if is_slow and (worst is None or seconds / median > worst[0]):
             worst = (seconds / median, name, seconds)
     if worst is None:
@@ -127,6 +129,20 @@ def slow_phase(steps: Steps, past: Past) -> Finding | None:
     )
 
 
+_MORE_ROLLOUT: Mapping[bool, str] = {
+    True: "Trainer and server share a GPU: give the episodes more of its memory (--server.mem-fraction-static), or "
+    "play them on servers of other GPUs (--server may be repeated).",
+    False: "Give the rollouts more servers (--server may be repeated), or a larger part of the GPUs.",
+}
+"""Whether trainer and servers are known to share a GPU -> what makes rollouts faster."""
+_FASTER_TRAINING: Mapping[bool, str] = {
+    True: "Nothing is lost: the trainer computes on the server's GPU meanwhile, and training is the larger part of the "
+    "work. For shorter steps, raise --grpo.micro-batch-tokens, lower --grpo.epochs, or play the episodes on servers of "
+    "other GPUs (--server).",
+    False: "If the servers have GPUs of their own, give some of them to the trainer. If they share the trainer's, "
+    "nothing is lost, because training is the larger part of the work.",
+}
+"""As `_MORE_ROLLOUT` -> what a run does whose training takes longer than its rollouts."""
 _PLAY_MEANWHILE = "episodes play while the trainer trains (verl_server.train.async_grpo)."
 PHASE_STEPS = 8
 """Steps of which a phase must be known before a step is compared with them."""
