@@ -82,6 +82,30 @@ def test_steps_groups_and_episodes(tmp_path: Path, opened: Open) -> None:
     assert progress.bytes_indexed == progress.bytes_total > 0 and progress.episodes == 12
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"text": "Correct!\n  Well done."}, "Correct! Well done."),
+        ({"done": True, "message": "x" * 5000}, "x" * 120),
+        ({"tool_name": "run", "result": "7"}, "7"),
+        ({"text": ["no text"]}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_what_the_environment_said_at_last(
+    said: dict[str, object] | None, shown: str | None, tmp_path: Path, opened: Open
+) -> None:
+    files = writer(tmp_path)
+    t = episode(0)
+    t.final_observation = said
+    files.record_trajectories(0, [t])
+    files.close()
+    index = expect_same_without_index(tmp_path, opened)
+    (row,) = index.episodes(EpisodeFilter()).rows
+    assert row.answer == shown
+
+
 def test_filters(tmp_path: Path, opened: Open) -> None:
     files = writer(tmp_path)
     write_steps(files, 0, 4)

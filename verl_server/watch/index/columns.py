@@ -6,7 +6,7 @@ run (`run_database`), which has more columns.
 
 from __future__ import annotations
 
-VERSION = 1
+VERSION = 2
 """`PRAGMA user_version`. An index of another version counts as absent."""
 
 PLACE_WIDTH = 3
@@ -52,6 +52,7 @@ LINE = {
     "versions": "INTEGER",
     "tools": "TEXT",  # names, sorted, separated by line ends
     "logprob": "REAL",
+    "answer": "TEXT",  # the first characters of what the environment said at last
 }
 """Columns of `lines`: one row for each line of a file with trajectories."""
 

@@ -122,6 +122,7 @@ def episode_row(connection: sqlite3.Connection, row: sqlite3.Row) -> EpisodeRow:
         gap_mean=trained["gap_mean"],
         gap_max=trained["gap_max"],
         entropy=trained["entropy"],
+        answer=row["answer"],
     )
 
 

@@ -19,6 +19,9 @@ from verl_server.watch.run_records import Label, TrainedTrajectory
 from verl_server.weight_version import WeightVersion
 
 ERROR_CHARACTERS = 200
+ANSWER_CHARACTERS = 120
+_ANSWER_KEYS = ("text", "prompt", "message", "content", "result")
+"""Keys of an observation under which environments put what they say, as the page shows them."""
 TOOL_NAMES, TOOL_CHARACTERS = 32, 100
 """Most names of tools of a row, and most characters of one."""
 _MOST_WAITS = 2000
@@ -128,6 +131,7 @@ class _Line(Label, kw_only=True):
     logprobs: msgspec.Raw = msgspec.Raw(b"[]")
     weight_versions: msgspec.Raw = msgspec.Raw(b"[]")
     turns: list[_Turn] = msgspec.field(default_factory=list)
+    final_observation: Any = None
     reward: float | None = None
     stop_reason: str | None = None
     fault: str | None = None
@@ -187,7 +191,7 @@ def _row(
         *(seconds["generate"], seconds["env"], seconds["queue"], t.began),
         min((event.start for event in t.events), default=None),
         max((event.end for event in t.events), default=None),
-        *(pack_waits(t.events), oldest, newest, count, _tools(t.turns), sizes[2]),
+        *(pack_waits(t.events), oldest, newest, count, _tools(t.turns), sizes[2], _answer(t.final_observation)),
     )
 
 
@@ -211,6 +215,15 @@ def _tools(turns: Sequence[_HasCalls]) -> str:
             found.update(call.name for call in turn.reply.calls)
     names = {_text(" ".join(name.split())[:TOOL_CHARACTERS]) for name in found}
     return "\n".join(sorted(names - {""})[:TOOL_NAMES])
+
+
+def _answer(observation: Any) -> str | None:
+    """Return the first characters of what the environment said at last, on one line. None without a text."""
+    if not isinstance(observation, dict):
+        return None
+    texts = (observation.get(key) for key in _ANSWER_KEYS)
+    said = next((text for text in texts if isinstance(text, str) and text), "")
+    return _text(" ".join(said[: 4 * ANSWER_CHARACTERS].split())[:ANSWER_CHARACTERS]) or None
 
 
 @functools.lru_cache(maxsize=256)  # the episodes of a step have the same ones

@@ -141,6 +141,8 @@ class EpisodeRow(EpisodeColumns, kw_only=True):
     gap_max: float | None
     entropy: float | None
     """Mean entropy of the policy at the trained tokens."""
+    answer: str | None = None
+    """The first 120 characters of what the environment said at last. None without a text."""
 
 
 class BranchRow(msgspec.Struct, kw_only=True):

@@ -21,7 +21,7 @@ _SETTLED = {
 _HEAD = (
     *("file", "offset", "length", "kind", "step", "rank", "incarnation", "time", "phase", "seed", "episode_id", "grp"),
     *("member", "attempt", "task", "session", "branch", "reward", "stop_reason", "fault", "error", "used", "place"),
-    *("fate", "is_lost", "is_replaced"),
+    *("fate", "is_lost", "is_replaced", "answer"),
 )
 """Columns of an episode that are those of its first line."""
 _SUMS = {

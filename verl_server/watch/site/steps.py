@@ -22,7 +22,7 @@ _TOOLS_TEXT = 1500
 _EPISODES = 100
 """Most rows of an answer with episodes."""
 SEARCH_SECONDS = 1.0
-_SORTS = ("spread", "mean", "tokens", "failed", "number")
+_SORTS = ("spread", "flat", "mean", "tokens", "failed", "number")
 
 
 def steps_answer(run: WatchedRun, query: Query) -> bytes:
@@ -103,6 +103,7 @@ def _sort_key(sort: str) -> Callable[[rows.GroupRow], Any]:
     def value(row: rows.GroupRow) -> float | None:
         figures = {
             "spread": row.spread,
+            "flat": None if row.spread is None else -row.spread,
             "mean": row.mean_reward,
             "tokens": row.mean_tokens,
             "failed": float(row.failed),
@@ -173,6 +174,7 @@ def episode_row(row: rows.EpisodeRow) -> answers.Row:
         replaced=row.is_replaced,
         logprob=number(row.logprob),
         advantage=number(row.advantage),
+        answer=head(row.answer or "", 120),
         age=row.age,
         gap=number(row.gap_mean),
         entropy=number(row.entropy),

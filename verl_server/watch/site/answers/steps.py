@@ -63,6 +63,8 @@ class Row(EpisodeColumns, kw_only=True):
     """Mean log-probability of the sampled tokens."""
     advantage: Number = None
     """Advantage, if it was trained."""
+    answer: str = ""
+    """The first 120 characters of what the environment said at last, "" without a text."""
     age: int | None = None
     gap: Number = None
     """Mean |trainer - server| of its log-probabilities, if it was trained."""
@@ -100,7 +102,7 @@ class Group(msgspec.Struct, kw_only=True):
 class StepGroups(msgspec.Struct, kw_only=True):
     """The groups of a step that have an episode which the filters let through, sorted by `sort`.
 
-    `sort`: spread (the default; largest first), mean, tokens, failed (largest first), number.
+    `sort`: spread (the default), mean, tokens, failed (largest first), flat (least spread first), number.
     """
 
     step: StepRow

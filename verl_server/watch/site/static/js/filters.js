@@ -88,8 +88,11 @@ export function fits(row, filters) {
  * @param {string} sort
  */
 export function sortedGroups(groups, sort) {
-  const key = (/** @type {any} */ group) =>
-    toNumber(sort === "number" ? -group.number : group[sort || "spread"]) ?? -Infinity;
+  const key = (/** @type {any} */ group) => {
+    const isUpward = sort === "number" || sort === "flat";
+    const figure = toNumber(group[sort === "flat" ? "spread" : sort || "spread"]);
+    return figure === null ? -Infinity : isUpward ? -figure : figure;
+  };
   return [...groups].sort((a, b) => key(b) - key(a) || a.number - b.number);
 }
 

@@ -42,7 +42,14 @@ export function episodeLine(run, row, { isChild = false, excerpt = "" } = {}) {
   return h(
     "a",
     {
-      class: `episode-line${isChild ? " child" : ""}${row.replaced || row.lost ? " past" : ""}`,
+      class: [
+        "episode-line",
+        isChild ? "child" : "",
+        row.replaced || row.lost ? "past" : "",
+        row.error && !excerpt ? "with-error" : "",
+      ]
+        .filter(Boolean)
+        .join(" "),
       href: link("episode", [run, row.row]),
     },
     h(
@@ -67,7 +74,7 @@ export function episodeLine(run, row, { isChild = false, excerpt = "" } = {}) {
       "span",
       { class: "rest" },
       foreign(
-        excerpt || row.error || [tools, ...notes].filter(Boolean).join(" \u00b7 "),
+        excerpt || row.error || [row.answer, tools, ...notes].filter(Boolean).join(" \u00b7 "),
         excerpt ? "excerpt" : row.error ? "error-text" : "",
       ),
     ),

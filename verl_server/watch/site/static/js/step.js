@@ -14,6 +14,7 @@ import { endsText, episodeLine, rewardRange, rewardStrip } from "./rows.js";
 
 const ORDERS = [
   ["", "spread of the rewards"],
+  ["flat", "least spread"],
   ["mean", "mean reward"],
   ["tokens", "length"],
   ["failed", "failures"],
