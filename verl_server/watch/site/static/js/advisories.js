@@ -4,9 +4,9 @@
  * `overview` shows it above the charts.
  */
 
+import { causePlaces } from "./causes.js";
 import { badge, fill, foreign, h } from "./dom.js";
 import { counted, figure, words } from "./format.js";
-import { link } from "./places.js";
 
 const MOST_ADVISORIES = 6;
 const SEVERITIES = ["error", "warning", "notice"];
@@ -53,15 +53,20 @@ export class AdvisoryList {
     });
     fill(
       this.element,
-      shown.map((each) => advisoryLink(each, found.length > 1)),
+      shown.map((each) => advisoryCard(each, found.length > 1)),
       !all.length && isJudged && isComplete ? well : null,
       more > 0 && !this.isAllShown ? rest : null,
     );
   }
 }
 
-/** @param {any} advisory @param {boolean} withRun */
-function advisoryLink({ run, ...advisory }, withRun) {
+/**
+ * Return an advisory, all of which is a link to the place that shows most of its cause. Further places are links in it.
+ * @param {any} advisory
+ * @param {boolean} withRun
+ */
+function advisoryCard({ run, ...advisory }, withRun) {
+  const [main, ...further] = causePlaces(run.id, advisory);
   const tone =
     advisory.ended !== null
       ? "past"
@@ -75,8 +80,8 @@ function advisoryLink({ run, ...advisory }, withRun) {
       : `steps ${advisory.first_step}\u2013${advisory.step}`;
   const state = advisory.ended !== null ? ` \u00b7 ended at step ${advisory.ended}` : "";
   return h(
-    "a",
-    { class: `advisory ${tone}`, href: link("step", [run.id, advisory.step]) },
+    "article",
+    { class: `advisory ${tone}` },
     h(
       "span",
       { class: "advisory-head" },
@@ -107,6 +112,12 @@ function advisoryLink({ run, ...advisory }, withRun) {
       advisory.remedy && advisory.ended === null
         ? h("span", { class: "advisory-more" }, h("i", {}, "Remedy: "), foreign(advisory.remedy))
         : null,
+    ),
+    h(
+      "span",
+      { class: "advisory-places" },
+      h("a", { class: "advisory-main", href: main.href }, `See ${main.title}`),
+      further.map((place) => h("a", { href: place.href }, place.title)),
     ),
   );
 }

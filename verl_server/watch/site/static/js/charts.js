@@ -8,8 +8,9 @@
 import { uPlot } from "./uplot.js";
 import { h, isDark, setText, styleValue } from "./dom.js";
 import { faded, kindColour, runColour } from "./colours.js";
+import { drawOver } from "./chartmarks.js";
 import { figure, words } from "./format.js";
-import { decayFor, finiteParts, joinTables, nearest, positive, smooth, stack } from "./series.js";
+import { decayFor, finiteParts, joinTables, positive, smooth, stack } from "./series.js";
 
 /**
  * @typedef {object} ChartSpec
@@ -71,11 +72,19 @@ export class ChartGrid {
   /**
    * Show the tables of the visible runs.
    * @param {RunTable[]} tables
+   * @param {Record<string, number[]>} bounds Id of a chart -> bounds of advisories, which it draws.
    * @returns {string[]} Titles of the charts without data, which are hidden.
    */
-  setTables(tables) {
+  setTables(tables, bounds) {
     this.tables = tables;
+    for (const chart of this.charts) chart.bounds = bounds[chart.spec.id] ?? [];
     return this.charts.filter((chart) => !chart.show(tables)).map((chart) => chart.spec.title);
+  }
+
+  /** Put a chart before all others, and mark it. @param {string} id "" for none. */
+  mark(id) {
+    for (const { spec, element } of this.charts) element.classList.toggle("marked", spec.id === id);
+    this.element.querySelector(".marked")?.scrollIntoView({ block: "nearest" });
   }
 
   /** @param {[number, number] | null} zoom */
@@ -111,6 +120,8 @@ class Chart {
     this.lines = [];
     /** @type {number[]} */
     this.x = [];
+    /** @type {number[]} */
+    this.bounds = [];
     this.clickTimer = 0;
     this.title = h("h3", { title: spec.hint }, spec.title);
     this.at = h("span", { class: "chart-at" });
@@ -252,7 +263,7 @@ class Chart {
           (/** @type {any} */ plot) => this.#readout(plot.cursor.left < 0 ? null : (plot.cursor.idx ?? null)),
         ],
         setSelect: [(/** @type {any} */ plot) => this.#selected(plot)],
-        draw: [(/** @type {any} */ plot) => this.#drawMarks(plot)],
+        draw: [(/** @type {any} */ plot) => drawOver(plot, this)],
       },
     };
   }
@@ -387,29 +398,5 @@ class Chart {
       "aria-label",
       `${this.spec.title} over steps; the newest values: ${texts.join(", ")}. Arrow keys move the cursor, Enter opens the step.`,
     );
-  }
-
-  /** Mark values that are not finite: a diverged run must be seen. @param {any} plot */
-  #drawMarks(plot) {
-    const context = plot.ctx;
-    const top = plot.bbox.top + 7 * devicePixelRatio;
-    context.save();
-    context.strokeStyle = styleValue("--bad");
-    context.lineWidth = 1.6 * devicePixelRatio;
-    const arm = 3 * devicePixelRatio;
-    const [low, high] = [nearest(this.x, plot.scales.x.min), nearest(this.x, plot.scales.x.max)];
-    for (const { marks } of this.lines) {
-      for (const index of marks) {
-        if (index < low || index > high) continue;
-        const x = plot.valToPos(this.x[index], "x", true);
-        context.beginPath();
-        for (const side of [-1, 1]) {
-          context.moveTo(x - arm, top - side * arm);
-          context.lineTo(x + arm, top + side * arm);
-        }
-        context.stroke();
-      }
-    }
-    context.restore();
   }
 }

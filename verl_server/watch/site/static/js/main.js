@@ -19,6 +19,7 @@ import { createCompare } from "./compare.js";
 import { createFind } from "./find.js";
 import { createEpisode } from "./episode.js";
 import { createReport } from "./report.js";
+import { createSettings } from "./runsettings.js";
 
 /** @typedef {import("./places.js").Place} Place */
 /**
@@ -40,6 +41,7 @@ const VIEWS = {
   find: createFind,
   episode: createEpisode,
   report: createReport,
+  settings: createSettings,
 };
 const TABS = [
   ["report", "Report"],
@@ -47,6 +49,7 @@ const TABS = [
   ["waits", "Who waits"],
   ["steps", "Steps"],
   ["find", "Find"],
+  ["settings", "Settings"],
 ];
 /** @type {Record<string, string>} View -> tab that is marked for it. */
 const TAB_OF = { step: "steps", compare: "steps", episode: "steps" };

@@ -1,10 +1,12 @@
 /**
  * The view Overview: what is wrong with the runs, how they are, and their figures over the steps.
  *
- * `main` opens it for `#/`. The query has the hidden runs (`off`), the zoom (`from`, `to`) and further charts (`more`).
+ * `main` opens it for `#/`. The query has the hidden runs (`off`), the zoom (`from`, `to`), further charts (`more`), and
+ * the chart that comes first (`chart`).
  */
 
 import { AdvisoryList } from "./advisories.js";
+import { chartBounds } from "./causes.js";
 import { ChartGrid } from "./charts.js";
 import { runColour } from "./colours.js";
 import { badge, emptyState, errorState, fill, foreign, h, isDark, loadingState, setText, timeText } from "./dom.js";
@@ -92,6 +94,7 @@ class Overview {
     this.#drawAdvisories();
     this.#drawRuns();
     this.#drawCharts();
+    this.grid?.mark(place.query.chart ?? "");
     this.chartPlace.setAttribute("aria-busy", "false"); // charts of runs that arrive later are made anew
   }
 
@@ -187,7 +190,8 @@ class Overview {
       return metrics?.step.length && !this.hidden.has(run.id) ? [runTable(run, index, metrics)] : [];
     });
     const drawn = tables.slice(0, MOST_DRAWN);
-    const missing = this.grid.setTables(drawn);
+    const bounds = chartBounds(drawn.flatMap(({ id }) => this.found.get(id)?.advisories ?? []));
+    const missing = this.grid.setTables(drawn, bounds);
     this.#drawTools(drawn);
     if (tables.length) {
       const more =

@@ -8,7 +8,7 @@
 
 /**
  * @typedef {object} Place
- * @property {string} view overview, waits, steps, step, find, compare, episode or report.
+ * @property {string} view overview, waits, steps, step, find, compare, episode, settings or report.
  * @property {string[]} parts What follows the view's name, such as the run and the step.
  * @property {Record<string, string>} query
  */
