@@ -40,7 +40,7 @@ def test_overview_waits_steps_and_search(visit: Visit) -> None:
     expect(visit.page.locator(".advisory")).to_contain_text(SHOWN)
     expect(visit.page.locator('[data-chart="reward"] canvas')).to_be_visible()
     check_no_markup(visit)
-    for place in ("waits", "steps"):
+    for place in ("waits", "steps", "settings"):
         visit.open(f"/{place}/{run}")
         expect(visit.page.locator(".view-head h1")).to_be_visible()
         check_no_markup(visit)
