@@ -31,7 +31,7 @@ def keep(visit: Visit, name: str) -> None:
 
 
 def test_overview(picture: Visit) -> None:
-    picture.page.set_viewport_size({"width": 1200, "height": 720})
+    picture.page.set_viewport_size({"width": 1200, "height": 700})
     runs = [picture.watch.run(name) for name in ("agents", "asynchronous", "resumed")]
     picture.open(f"/?off={','.join(runs)}")
     expect(picture.page.locator('[data-chart="reward"] canvas')).to_be_visible()

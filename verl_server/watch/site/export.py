@@ -42,7 +42,7 @@ _LINK = re.compile(r'[ \t]*<link rel="stylesheet" href="/static/([^"]+)">\n?')
 _SCRIPT = re.compile(r'[ \t]*<script type="module" src="/static/js/main.js"></script>\n?')
 _TOKEN_WINDOWS = 10
 """Most windows of tokens of an episode."""
-_RUN_ORDER = ("", "/advisories", "/metrics", "/lanes", "/steps", "/episodes", "/events")
+_RUN_ORDER = ("", "/advisories", "/metrics", "/lanes", "/steps", "/episodes", "/episodes?error=1", "/events")
 
 
 def write_export(file: Path, runs: OpenRuns, *, megabytes: float = MEGABYTES, title: str = "", report: str = "") -> int:

@@ -10,7 +10,7 @@ import { counted } from "./format.js";
 import { address, link } from "./places.js";
 import { flatSettings } from "./settings.js";
 
-const MOST_SETTINGS = 600;
+const SHOWN_SETTINGS = 600;
 
 /** @param {import("./main.js").Page} page @returns {import("./main.js").View} */
 export function createSettings(page) {
@@ -87,7 +87,7 @@ class RunSettings {
         : ["No settings are recorded", "A run stores them in its run.json."];
       return void fill(this.body, emptyState(title, hint));
     }
-    const left = found.length - MOST_SETTINGS;
+    const left = found.length - SHOWN_SETTINGS;
     fill(
       this.body,
       h(
@@ -97,7 +97,7 @@ class RunSettings {
           "tbody",
           {},
           found
-            .slice(0, MOST_SETTINGS)
+            .slice(0, SHOWN_SETTINGS)
             .map(([name, value, isNamed]) =>
               h(
                 "tr",
