@@ -12,8 +12,9 @@ from html import escape
 
 from verl_server.rollout.trajectory import Trajectory
 
-BLUE, AMBER, GREEN, INK, MUTED, GRID, IDLE = "#2f5fd0", "#eaa53c", "#1f9467", "#1b1f24", "#6b7280", "#e7e9ee", "#f1f2f5"
-RED = "#c8553d"
+BLUE, AMBER, GREEN, INK, MUTED, GRID, IDLE = "#2f5fd0", "#eaa53c", "#157f57", "#1b1f24", "#6b7280", "#e7e9ee", "#f1f2f5"
+RED, AMBER_INK = "#b8452d", "#8a5a00"
+"""`AMBER_INK` is for texts about what is amber, which is too light for texts."""
 
 
 def svg(width: float, height: float, body: str, label: str) -> str:
@@ -91,17 +92,23 @@ def learning_curve(
     y = at(0, baseline)[1]
     parts.append(line(left, y, width - right, y, stroke=MUTED, width=1.2, dash="5 4"))
     end = width - right + 10
-    labels = [(y, "best without", MUTED, 400), (at(0, reward[-1])[1], "reward", AMBER, 500)]
+    labels = [
+        (y, ["best without", f"feedback {baseline:.2f}"], MUTED, 400),
+        (at(0, reward[-1])[1], ["reward"], AMBER_INK, 500),
+        (at(0, after)[1], [f"success {after:.2f}"], BLUE, 600),
+    ]
     parts.append(polyline([at(i, value) for i, value in enumerate(reward)], AMBER, 1.6))
     parts.append(polyline([at(i, value) for i, value in enumerate(success)], BLUE, 2.4))
     for step, value, name in ((0, before, "before"), (span, after, "after")):
         parts.append(
             dot(*at(step, value), "#fff", 6) + dot(*at(step, value), BLUE, 4.5, f"held out, {name}: {value:.3f}")
         )
-    labels.append((at(0, after)[1], f"success {after:.2f}", BLUE, 600))
-    for label_y, content, color, weight in labels:
-        parts.append(text(end, label_y + 4, content, fill=color, weight=weight))
-    parts.append(text(end, y + 19, f"feedback {baseline:.2f}"))
+    free = 0.0
+    for label_y, lines, color, weight in sorted(labels):  # labels of curves that end side by side lie below each other
+        for place, content in enumerate(lines):
+            free = max(free, label_y + 4 + 15 * place)
+            parts.append(text(end, free, content, fill=color, weight=weight))
+            free += 15
     parts.append(text(left + 9, at(0, before)[1] + 14, f"{before:.2f}", fill=BLUE, weight=600))
     return svg(width, height, "".join(parts), "success over training")
 

@@ -50,7 +50,7 @@ body {{ margin: 0; }}
 </main></body></html>
 """
 _STYLE = """\
-:scope { --ink: #1b1f24; --muted: #6b7280; --line: #e7e9ee; --blue: #2f5fd0; --green: #1f9467; --red: #c8553d; }
+:scope { --ink: #1b1f24; --muted: #6b7280; --line: #e7e9ee; --blue: #2f5fd0; --green: #157f57; --red: #b8452d; }
 * { box-sizing: border-box; }
 :scope { margin: 0; background: #fbfbfc; color: var(--ink); font: 15px/1.55 system-ui, -apple-system, "Segoe UI",
   Roboto, "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums; }
@@ -64,6 +64,7 @@ section { margin-top: 28px; padding: 26px 30px 22px; background: #fff; border: 1
 .note { margin: 14px 0 0; max-width: 860px; color: var(--muted); font-size: 13.5px; }
 svg { display: block; width: 100%; height: auto; font-size: 12px; font-family: inherit; }
 .tiles { display: grid; grid-template-columns: 1.25fr repeat(4, 1fr); gap: 14px; margin-top: 30px; }
+.tiles:has(> :nth-child(6):last-child) { grid-template-columns: repeat(3, 1fr); }
 .tile { padding: 18px 18px 16px; background: #fff; border: 1px solid var(--line); border-radius: 12px; }
 .tile b { display: block; font-size: 27px; line-height: 1.2; letter-spacing: -.02em; white-space: nowrap; }
 .tile span { display: block; margin-top: 4px; font-weight: 500; font-size: 14px; }
@@ -80,7 +81,7 @@ svg + .legend { margin: 12px 0 0; }
 .episode { font-size: 14px; line-height: 2; }
 .env { color: var(--muted); margin-right: 6px; }
 .say { font-weight: 650; padding: 2px 7px; background: #eef2fc; color: #22459a; border-radius: 6px; margin-right: 4px; }
-.say small { font-weight: 400; color: #7c90c2; margin-left: 5px; font-size: 11px; }
+.say small { font-weight: 400; color: #56699b; margin-left: 5px; font-size: 11px; }
 .verdict { float: right; margin-left: 12px; font-size: 12.5px; font-weight: 600; color: var(--muted); }
 .won { color: var(--green); } .lost { color: var(--red); }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }

@@ -61,6 +61,17 @@ export function faded(hex, alpha) {
 }
 
 /**
+ * Return black or white for a text on a colour: the one that stands out from it.
+ * @param {string} hex "#rrggbb".
+ */
+export function inkOn(hex) {
+  const value = parseInt(hex.slice(1), 16);
+  const linear = [16, 8, 0].map((shift) => (((value >> shift) & 255) / 255) ** 2.2);
+  const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return luminance > 0.18 ? "#000000" : "#ffffff";
+}
+
+/**
  * Return the colour of a reward between the smallest and the largest one: orange is low, blue is high.
  * @param {number | null} reward
  * @param {number} low
@@ -142,7 +153,7 @@ export const TOKEN_COLOURS = [
 export function tokenColour(name, value, dark) {
   if (value === null) return null;
   if (Number.isNaN(value)) return faded("#d6006c", 0.6);
-  const strength = dark ? 0.75 : 0.62;
+  const strength = dark ? 0.55 : 0.62; // the ink must stand out from the strongest colour
   if (name === "mask") {
     if (value === 1) return faded(dark ? "#3f95cf" : "#56b4e9", dark ? 0.5 : 0.42);
     return value === 2 ? faded(dark ? "#8a93a0" : "#8a8f98", 0.4) : null;
@@ -151,7 +162,7 @@ export function tokenColour(name, value, dark) {
   if (name === "entropy") return faded("#a2559b", strength * Math.min(1, Math.sqrt(Math.max(0, value) / 3)));
   if (name === "difference") return faded(value < 0 ? "#e07b00" : "#0b7fc4", strength * differenceStrength(value));
   const hues = dark ? DARK : LIGHT;
-  return faded(hues[value % hues.length], dark ? 0.45 : 0.32);
+  return faded(hues[value % hues.length], dark ? 0.38 : 0.32);
 }
 
 /**

@@ -4,7 +4,7 @@
  * `waits` owns the canvas and the window of time. `layoutLanes` and `laneAt` are pure.
  */
 
-import { faded, kindColour } from "./colours.js";
+import { faded, inkOn, kindColour } from "./colours.js";
 import { duration, percent, shorten, words } from "./format.js";
 import { stack } from "./series.js";
 import { markText, timeMarks } from "./timeaxis.js";
@@ -180,6 +180,8 @@ export function drawLanes(context, { answer, lanes, window, width, height, marke
       GUTTER - 9,
       lane.top + (lane.kind === "counts" ? 7 : lane.height / 2 + 0.5),
     );
+    if (lane.kind === "counts")
+      context.fillText(`${Math.round(countLayers(answer.counts).most)} at most`, GUTTER - 9, lane.top + 23);
   }
 }
 
@@ -224,15 +226,16 @@ function drawSpans(context, lane, x, dark) {
         ? faded(kindColour(span.kind === "up" ? "train" : "failed", dark), span.kind === "up" ? 0.35 : 0.9)
         : kindColour(span.kind, dark);
     const width = Math.max(lane.kind === "push" ? 2 : 0.7, to - from - (to - from > 4 ? 0.6 : 0));
-    context.fillRect(from, lane.top, width, lane.height);
+    const left = Math.max(from, GUTTER);
+    context.fillRect(left, lane.top, from + width - left, lane.height);
     if (lane.kind === "trainer" && width > 56) {
-      context.fillStyle = dark ? "#101418" : "#ffffff";
+      context.fillStyle = inkOn(kindColour(span.kind, dark));
       context.font = "11px system-ui, sans-serif";
       context.textAlign = "left";
       context.textBaseline = "middle";
       context.fillText(
         shorten(words(span.kind), Math.floor(width / 7)),
-        Math.max(from, GUTTER) + 5,
+        left + 5,
         lane.top + lane.height / 2 + 0.5,
       );
     }
@@ -246,9 +249,7 @@ function drawSpans(context, lane, x, dark) {
 
 /** @param {CanvasRenderingContext2D} context @param {any} counts @param {Lane} lane @param {(time: number) => number} x @param {boolean} dark @param {(name: string) => string} style */
 function drawCounts(context, counts, lane, x, dark, style) {
-  const kinds = COUNT_KINDS.filter((kind) => counts[kind]?.some((/** @type {number} */ value) => value > 0));
-  const sums = stack(kinds.map((kind) => counts[kind]));
-  const most = Math.max(1, ...(sums.at(-1) ?? [1]));
+  const { kinds, sums, most } = countLayers(counts);
   const y = (/** @type {number} */ value) => lane.top + lane.height - (value / most) * (lane.height - 4);
   for (let layer = kinds.length - 1; layer >= 0; layer -= 1) {
     context.fillStyle = kinds[layer] === "other" ? kindColour("idle", dark) : kindColour(kinds[layer], dark);
@@ -263,11 +264,13 @@ function drawCounts(context, counts, lane, x, dark, style) {
   }
   context.strokeStyle = style("--line");
   context.strokeRect(GUTTER + 0.5, lane.top + 0.5, 4000, lane.height);
-  context.fillStyle = style("--ink");
-  context.font = `11px ${style("--sans")}`;
-  context.textAlign = "left";
-  context.textBaseline = "top";
-  context.fillText(`${Math.round(most)} at most`, GUTTER + 6, lane.top + 5);
+}
+
+/** Return the areas of the counts, the lowest first, and the most episodes at a time. @param {any} counts */
+function countLayers(counts) {
+  const kinds = COUNT_KINDS.filter((kind) => counts[kind]?.some((/** @type {number} */ value) => value > 0));
+  const sums = stack(kinds.map((kind) => counts[kind]));
+  return { kinds, sums, most: Math.max(1, ...(sums.at(-1) ?? [1])) };
 }
 
 /**

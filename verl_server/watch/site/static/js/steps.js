@@ -97,7 +97,7 @@ class Steps {
     }
     if (!this.body.contains(this.list.element)) {
       const titles = ["step", "mean reward", "", "groups", "without spread", "episodes", "failed", "tokens"];
-      const columns = columnTitles("step-line", titles, (index) => index === 0 || index > 2);
+      const columns = columnTitles("step-line", titles, (index) => index !== 2);
       fill(this.body, columns, this.list.element);
     }
     this.list.setItems(this.rows);

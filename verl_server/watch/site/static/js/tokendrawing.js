@@ -58,8 +58,8 @@ export function drawTokens(context, { window, layout }, { top, height, colour, v
       context.lineWidth = position === chosen ? 2 : 1;
       context.strokeRect(x + 0.5, y + 2, layout.widths[index] - 1, LINE - 4);
     }
-    context.font = font;
-    context.fillStyle = window.special[index] || window.mask[index] === 0 ? muted : ink;
+    context.font = window.special[index] ? `italic ${font}` : font;
+    context.fillStyle = !ground && (window.special[index] || window.mask[index] === 0) ? muted : ink;
     context.fillText(tokenText(window, index), x + 2, y + LINE / 2 + 0.5, layout.widths[index]);
   }
 }
