@@ -121,6 +121,26 @@ def test_an_asynchronous_run_has_the_groups_that_no_step_used(visit: Visit) -> N
     expect(visit.page.get_by_role("heading", name="Groups: dropped")).to_be_visible()
 
 
+def test_a_slash_goes_into_the_search_field(visit: Visit) -> None:
+    run = visit.watch.run("steady")
+    field = visit.page.get_by_role("searchbox")
+    visit.open(f"/find/{run}?q=smaller")
+    expect(visit.page.locator(".excerpt").first).to_be_visible()
+    visit.page.keyboard.press("/")
+    expect(field).to_be_focused()
+    visit.page.keyboard.type("larger")  # in the place of the text, which is selected
+    expect(field).to_have_value("larger")
+    visit.page.get_by_label("with an error").focus()
+    visit.page.keyboard.press("/")
+    expect(field).to_be_focused()
+    for place in ("/", f"/waits/{run}", f"/steps/{run}", f"/compare/{run}?a=1&b=2"):
+        visit.open(place)
+        expect(visit.page.get_by_role("link", name="Find")).to_be_visible()
+        visit.page.keyboard.press("/")
+        expect(field).to_be_focused()
+        expect(field).to_have_value("")
+
+
 def test_everything_is_within_reach_of_the_keys(visit: Visit) -> None:
     run = visit.watch.run("steady")
     page = visit.open(f"/waits/{run}").page
@@ -150,8 +170,7 @@ def test_everything_is_within_reach_of_the_keys(visit: Visit) -> None:
     expect(page.locator(".episode-line")).to_have_count(MEMBERS)
     page.keyboard.press("/")
     search = page.get_by_role("searchbox")
-    expect(search).to_be_visible()
-    search.focus()
+    expect(search).to_be_focused()
     page.keyboard.type("go")
     expect(search).to_have_value("go")  # keys in a field belong to the field
     search.clear()

@@ -1,7 +1,8 @@
 /**
  * `KeyReader`: the keys of the page. `help` lists the same ones.
  *
- * Views see a key first, and use it or leave it. Keys in form fields belong to the fields.
+ * Views see a key first, and use it or leave it. Keys in form fields belong to the fields; a check box has no use for
+ * letters.
  */
 
 import { link } from "./places.js";
@@ -24,7 +25,7 @@ export class KeyReader {
   #read(event) {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || this.page.help.open) return;
     const target = /** @type {HTMLElement} */ (event.target);
-    if (target.closest?.("input, select, textarea")) {
+    if (target.closest?.("input:not([type=checkbox]), select, textarea")) {
       if (event.key === "Escape") target.blur();
       return;
     }
@@ -72,12 +73,19 @@ export class KeyReader {
     return true;
   }
 
-  /** Go to the search field of the view, or to the view that has one. */
+  /** Go into the search field of the view, or of the view that has one. */
   #search() {
-    const field = /** @type {HTMLInputElement | null} */ (this.page.main.querySelector("input[type=search]"));
-    if (field) field.select();
-    if (field) field.focus();
-    else this.page.go(link("find", this.page.currentRun ? [this.page.currentRun.id] : []));
+    if (this.#enterField()) return true;
+    addEventListener("hashchange", () => this.#enterField(), { once: true }); // the page has made the view by then
+    this.page.go(link("find", this.page.currentRun ? [this.page.currentRun.id] : []));
     return true;
+  }
+
+  /** @returns {boolean} False if the view has no search field. */
+  #enterField() {
+    const field = /** @type {HTMLInputElement | null} */ (this.page.main.querySelector("input[type=search]"));
+    field?.focus();
+    field?.select();
+    return field !== null;
   }
 }
