@@ -239,6 +239,18 @@ def test_failures_have_the_incarnation(tmp_path: Path) -> None:
     assert line["rank"] == 1 and line["incarnation"] == FIRST
 
 
+def test_figures_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    files = RunWriter(tmp_path, FIRST)
+    metrics = metrics_of(0)
+    metrics.reward, metrics.losses = math.nan, {"kl": math.inf, "policy": 0.5}
+    files.record(metrics)
+    files.record(metrics_of(1))
+    files.close()
+    odd, fine = read_metrics(tmp_path)
+    assert odd["reward"] is None and odd["losses"] == {"kl": None, "policy": 0.5}
+    assert odd["not_finite"] == ["reward", "losses.kl"] and fine["not_finite"] == []
+
+
 def test_the_first_pass_over_each_trajectory_is_recorded() -> None:
     record = TrainedRecord(GRPOConfig())
     samples = [Sample(versioned(make_trajectory(group, 1.0, 2 + group), "4@" + FIRST), 0.5) for group in (0, 1)]

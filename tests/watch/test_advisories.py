@@ -161,8 +161,26 @@ def test_a_reward_that_is_lost_again_is_a_collapse() -> None:
 
 def test_a_loss_that_is_not_finite_is_beyond_its_bound() -> None:
     for value in (None, math.nan, math.inf):
-        (advisory,) = judged([line(losses=losses(behaviour_kl=value))] * 4)
+        odd, advisory = judged([line(losses=losses(behaviour_kl=value))] * 4)
+        assert (odd.name, odd.step) == ("non_finite", 0)
         assert advisory.name == "behaviour_kl" and advisory.figure == math.inf
+
+
+@pytest.mark.parametrize(
+    ("changed", "said", "cause"),
+    [
+        ({"losses": {"grad_norm": None, "policy": 0.1}}, "losses.grad_norm", "diverged"),
+        ({"losses": {"kl": math.inf}}, "losses.kl", "diverged"),
+        ({"reward": math.nan}, "reward", "reward function"),
+        ({"reward": None, "not_finite": ["reward"]}, "reward", "reward function"),
+        ({"not_finite": ["logprob_gap", "logprob_gap_mean"]}, "logprob_gap, logprob_gap_mean", "the same policy"),
+    ],
+)
+def test_a_figure_that_is_not_finite_is_told_at_once(changed: dict[str, Any], said: str, cause: str) -> None:
+    (advisory,) = judged([line(), line(**changed), line(), line(**changed)])
+    assert (advisory.name, advisory.step, advisory.severity) == ("non_finite", 1, "error")
+    assert advisory.message == f"not finite: {said}" and cause in advisory.cause and advisory.remedy.endswith(".")
+    assert judged([line(reward=None)] * 4) == [], "a figure that is absent is none that is not finite"
 
 
 def test_a_phase_six_times_its_median() -> None:
@@ -444,6 +462,6 @@ def test_events_of_alarms_are_read_back() -> None:
 
 
 def test_all_names_have_a_meaning_and_the_module_needs_no_torch() -> None:
-    assert {*CASES, "entropy_collapse", "reward_collapse", "slow_phase", GAP} == set(NAMES) and all(NAMES.values())
+    assert {*CASES, "entropy_collapse", "reward_collapse", "slow_phase", "non_finite", GAP} == set(NAMES) and all(NAMES.values())
     code = "import sys, verl_server.watch.advisories; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

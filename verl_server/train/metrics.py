@@ -172,6 +172,8 @@ class StepMetrics:
     cache_hit_rate: float | None = None
     """Share of the prompt tokens that the servers' prefix caches had, since the last step. It counts all requests of
     the servers. None in the first step, and if no server tells."""
+    not_finite: list[str] = field(default_factory=list)
+    """Names of the figures that were not finite, such as losses.kl. JSON has null in their places."""
 
     @property
     def phases(self) -> dict[str, float]:

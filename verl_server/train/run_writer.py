@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ class RunWriter:
             logger.error("The event %s cannot be written: %s", type(event).__name__, error)
 
     def record(self, metrics: StepMetrics, failures: Sequence[Failure] = ()) -> None:
-        """Append one step to metrics.jsonl and errors.jsonl. Rank 0 calls it."""
+        """Append one step to metrics.jsonl and errors.jsonl. Rank 0 calls it. Set `not_finite` of the step."""
+        metrics.not_finite = _not_finite(dataclasses.asdict(metrics))
         label = msgspec.structs.asdict(self._label(metrics.step))
         self._errors.append(_lines(label | msgspec.structs.asdict(failure) for failure in failures))
         self._metrics.append(_lines([label | dataclasses.asdict(metrics)]))
@@ -171,3 +173,14 @@ def _rank_of(file: Path) -> int:
 
 def _lines(records: Iterable[Any]) -> Iterable[bytes]:
     return (msgspec.json.encode(record, enc_hook=jsonable) + b"\n" for record in records)
+
+
+def _not_finite(figures: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the names of the figures that are NaN or infinite, which a line of JSON cannot hold."""
+    names = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            names += _not_finite(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            names.append(prefix + name)
+    return names

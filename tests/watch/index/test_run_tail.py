@@ -123,6 +123,10 @@ def test_absent_and_infinite_figures_differ(tmp_path: Path, writer: Writer) -> N
     assert kl[0] == 1.0 and math.isnan(kl[1]) and kl[2:] == [math.inf, 3], (
         "JSON has no NaN, so that it is null in a dict"
     )
+    writer.step(4, reward=None, logprob_gap=None, not_finite=["logprob_gap", "losses.kl", "nothing", 3])
+    tail.poll()
+    last = {name: column[-1] for name, column in tail.metrics(["reward", "logprob_gap", "nothing"]).items()}
+    assert last["reward"] is last["nothing"] is None and math.isnan(last["logprob_gap"])
     assert found["losses.policy"] == [None, -1, None, None] and found["ages.1"] == [None, 3, None, None]
     assert found["many"] == [2**40, None, 1, 123456789012345678901234567890.0]
     assert found["flag"] == [None, 1, None, None] and found["name"] == found["none"] == [None] * 4

@@ -48,6 +48,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     reusable_tokens: int = 0
     cache_hit_rate: float | None = None
     age: float | None = None
+    not_finite: list[str] = []
     phases: dict[str, float] = {}
     """Phase -> seconds, of the event `step_ended`."""
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from verl_server.watch.advisory_rules.episodes import failed, truncated, without_spread
 from verl_server.watch.advisory_rules.figures import WINDOW, Finding, Past, StepFigures, Steps
+from verl_server.watch.advisory_rules.finite import non_finite
 from verl_server.watch.advisory_rules.policy import behaviour_kl, entropy_collapse, reward_collapse
 from verl_server.watch.advisory_rules.seconds import PHASE_STEPS, cache_hits, servers_idle, slow_phase, trainer_idle
 
@@ -74,5 +75,6 @@ RULES = (
         least=PHASE_STEPS + 1,
         most=21,
     ),
+    Rule("non_finite", "a loss, a reward or a gap is not finite", lambda s: True, non_finite, least=1, most=1),
 )
 """All rules but that of the gap, which `advisories` judges before a step trains."""

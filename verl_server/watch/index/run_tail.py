@@ -7,6 +7,7 @@ some ten megabytes. Nothing in the folder is changed, and no lock is taken.
 
 from __future__ import annotations
 
+import math
 import threading
 from array import array
 from collections.abc import Collection, Sequence
@@ -230,6 +231,7 @@ class _Metrics:
             self.last_time = label.time
         for name in _NO_FIGURES:
             content.pop(name, None)
+        _restore_not_finite(content)
         self.columns.append(row, content)
 
 
@@ -242,3 +244,11 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BadRequestError(f"{where}: the line is no JSON object")
     return content
+
+
+def _restore_not_finite(content: dict[str, Any]) -> None:
+    """Put NaN in the place of the nulls that stand for it at the outermost level. Others are absent figures."""
+    names = content.pop("not_finite", None)
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in content and content[name] is None:
+            content[name] = math.nan

@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import {
+  decades,
   decayFor,
   finiteParts,
   joinTables,
@@ -73,4 +74,11 @@ test("the nearest entry", () => {
   assert.equal(nearest([0, 10, 20], 14), 1);
   assert.equal(nearest([0, 10, 20], 99), 2);
   assert.equal(nearest([], 1), -1);
+});
+
+test("a logarithmic axis has whole decades, also for one value", () => {
+  assert.deepEqual(decades(null, 0.003, 0.04), [0.001, 0.1]);
+  assert.deepEqual(decades(null, 0.01, 0.01), [0.001, 0.1]);
+  assert.deepEqual(decades(null, 0.02, 0.02), [0.01, 0.1]);
+  assert.deepEqual(decades(null, null, null), [0.1, 1]);
 });

@@ -1,11 +1,14 @@
 /**
- * What a chart draws over its lines: bounds of advisories, and marks of values that are not finite.
+ * What a chart draws over its lines: bounds of advisories, and marks of values that are not finite on the axis. A
+ * diverged run must be seen.
  *
  * `charts` calls `drawOver` after each drawing of a plot.
  */
 
 import { styleValue } from "./dom.js";
 import { nearest } from "./series.js";
+
+export const NOT_FINITE = "not finite";
 
 /**
  * @param {any} plot
@@ -43,28 +46,39 @@ function drawBounds(plot, bounds) {
 }
 
 /**
- * Mark values that are not finite: a diverged run must be seen.
+ * Mark steps on the axis. Marks side by side share one text.
  * @param {any} plot
- * @param {number[]} x
- * @param {number[]} marks Indices of such values.
+ * @param {number[]} steps The x values of the chart.
+ * @param {number[]} marks Indices in `steps`.
  */
-function drawMarks(plot, x, marks) {
+function drawMarks(plot, steps, marks) {
+  const [low, high] = [nearest(steps, plot.scales.x.min), nearest(steps, plot.scales.x.max)];
+  const shown = [...new Set(marks)].filter((index) => index >= low && index <= high).sort((a, b) => a - b);
+  if (!shown.length) return;
   const context = plot.ctx;
-  const top = plot.bbox.top + 7 * devicePixelRatio;
+  const right = plot.bbox.left + plot.bbox.width;
+  const axis = plot.bbox.top + plot.bbox.height;
+  const arm = 3.5 * devicePixelRatio;
   context.save();
-  context.strokeStyle = styleValue("--bad");
-  context.lineWidth = 1.6 * devicePixelRatio;
-  const arm = 3 * devicePixelRatio;
-  const [low, high] = [nearest(x, plot.scales.x.min), nearest(x, plot.scales.x.max)];
-  for (const index of marks) {
-    if (index < low || index > high) continue;
-    const left = plot.valToPos(x[index], "x", true);
+  context.strokeStyle = context.fillStyle = styleValue("--bad");
+  context.lineWidth = 1.8 * devicePixelRatio;
+  context.font = `${11 * devicePixelRatio}px ${styleValue("--sans")}`;
+  context.textBaseline = "bottom";
+  const room = context.measureText(NOT_FINITE).width + 3 * arm;
+  let told = -Infinity;
+  for (const index of shown) {
+    const x = plot.valToPos(steps[index], "x", true);
     context.beginPath();
     for (const side of [-1, 1]) {
-      context.moveTo(left - arm, top - side * arm);
-      context.lineTo(left + arm, top + side * arm);
+      context.moveTo(x - arm, axis - side * arm);
+      context.lineTo(x + arm, axis + side * arm);
     }
     context.stroke();
+    if (x - told < room) continue; // the text of the mark before it lies there
+    told = x;
+    const isAtEnd = x + room > right;
+    context.textAlign = isAtEnd ? "right" : "left";
+    context.fillText(NOT_FINITE, x + (isAtEnd ? -arm : arm), axis - arm);
   }
   context.restore();
 }

@@ -8,9 +8,9 @@
 import { uPlot } from "./uplot.js";
 import { h, isDark, setText, styleValue } from "./dom.js";
 import { faded, kindColour, runColour } from "./colours.js";
-import { drawOver } from "./chartmarks.js";
+import { drawOver, NOT_FINITE } from "./chartmarks.js";
 import { figure, words } from "./format.js";
-import { decayFor, finiteParts, joinTables, positive, smooth, stack } from "./series.js";
+import { decades, decayFor, finiteParts, joinTables, positive, smooth, stack } from "./series.js";
 
 /**
  * @typedef {object} ChartSpec
@@ -240,7 +240,7 @@ class Chart {
           },
         },
       },
-      scales: { x: { time: false }, y: this.spec.log ? { distr: 3 } : { range: this.#rangeOf.bind(this) } },
+      scales: { x: { time: false }, y: this.spec.log ? { distr: 3, range: decades } : { range: this.#rangeOf.bind(this) } },
       axes: [
         {
           ...axis,
@@ -392,7 +392,8 @@ class Chart {
     const format = this.spec.format ?? figure;
     const texts = this.lines.slice(0, 6).map(({ table, line }) => {
       const last = line.values.findLast((each) => each !== null);
-      return `${table.name} ${line.name}: ${format(last)}`;
+      const odd = line.values.filter((each) => each !== null && !Number.isFinite(each)).length;
+      return `${table.name} ${line.name}: ${format(last)}${odd ? ` (${odd} ${NOT_FINITE})` : ""}`;
     });
     this.body.setAttribute(
       "aria-label",

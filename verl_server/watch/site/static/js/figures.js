@@ -85,7 +85,7 @@ function family(prefix) {
     table.names
       .filter((name) => name.startsWith(prefix))
       .map((name) => ({ line: table.column(name), short: name.slice(prefix.length) }))
-      .filter(({ line }) => line?.values.some((value) => value))
+      .filter(({ line }) => line?.values.some((value) => value !== null && value !== 0))
       .map(({ line, short }) => ({ name: short, values: line?.values ?? [] }));
 }
 

@@ -133,6 +133,19 @@ export function positive(values) {
 }
 
 /**
+ * Return the range of a logarithmic axis in whole decades, so that also values that are all alike have one.
+ * @param {unknown} _ The plot.
+ * @param {number | null} low
+ * @param {number | null} high
+ * @returns {[number, number]}
+ */
+export function decades(_, low, high) {
+  if (low === null || high === null) return [0.1, 1];
+  const [from, to] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  return [10 ** (from === to ? from - 1 : from), 10 ** (from === to ? to + 1 : to)];
+}
+
+/**
  * Return the index of the entry of `x` that is nearest to `value`, -1 for an empty `x`.
  * @param {number[]} x Ascending.
  * @param {number} value
