@@ -81,6 +81,20 @@ def test_failed_episodes_of_a_whole_run_are_found(visit: Visit) -> None:
     expect(visit.rows("Episodes").first).to_contain_text("did not answer for 30 s")
 
 
+def test_the_number_of_all_episodes_is_told(visit: Visit) -> None:
+    run = visit.watch.run("steady")
+    total = visit.watch.get(f"/runs/{run}/episodes")["total"]
+    assert total == STEPS * GROUPS * MEMBERS + 8, "with those that were replaced"
+    every = f"{total:,}".replace(",", "\u2009")
+    visit.open(f"/find/{run}")
+    status = visit.page.locator(".search-status")
+    expect(status).to_have_text(f"100 of {every} episodes")
+    visit.page.get_by_role("group", name="Episodes").evaluate("(list) => { list.scrollTop = list.scrollHeight; }")
+    expect(status).to_have_text(f"200 of {every} episodes")
+    visit.open(f"/find/{run}?step=3")
+    expect(status).to_have_text(f"{GROUPS * MEMBERS + 1} episodes")
+
+
 def test_two_steps_are_compared_task_by_task(visit: Visit) -> None:
     run = visit.watch.run("steady")
     visit.open(f"/step/{run}/38")

@@ -136,8 +136,10 @@ def test_each_order_pages_through_all_episodes(tmp_path: Path, opened: Open, ord
     files.record_trajectories(3, [episode(0, 0, None), episode(0, 1, 3.0, length=9)])
     files.close()
     index, cursor, found = opened(tmp_path), None, []
+    assert index.episodes(EpisodeFilter(least_reward=2.5), limit=1).total == 1
     while True:
         page = index.episodes(EpisodeFilter(), order=order, limit=3, after=cursor)  # type: ignore[arg-type]
+        assert page.total == (14 if cursor is None else None), "the first page counts"
         found += page.rows
         if (cursor := page.cursor) is None:
             break

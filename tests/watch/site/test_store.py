@@ -34,7 +34,9 @@ def test_sessions_are_episodes_of_a_run_without_steps(open_site: OpenSite, store
     assert (run["started"], run["last"]) == (100.0, 110.0)
     (step,) = site.get("/steps")["steps"]
     assert (step["step"], step["episodes"], step["groups"]) == ("-", 3, 2)
-    found = site.get("/episodes")["rows"]
+    answer = site.get("/episodes")
+    found = answer["rows"]
+    assert answer["total"] == 3 and site.get("/episodes?tokens_from=4")["total"] is None
     assert [row["row"] for row in found] == ["three:0", "two:0", "one:0"]
     assert [row["episode_id"] for row in found] == [None, "g", "g"]
     groups = {group["episode_id"]: group for group in site.get("/steps/-")["groups"]}

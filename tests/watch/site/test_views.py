@@ -179,7 +179,9 @@ def test_a_resumed_run_hides_lost_steps_unless_they_are_asked_for(open_site: Ope
     assert [step["step"] for step in site.get("/steps")["steps"]] == [0, 1, 2, 3, 4]
     assert site.get("/metrics?names=reward")["step"] == [0, 1, 2, 3, 4]
     shown = site.get("/episodes?from=2&group=4&to=2")["rows"]
-    with_lost = site.get("/episodes?from=2&group=4&lost=1&to=2")["rows"]
+    counted = site.get("/episodes?from=2&group=4&lost=1&to=2")
+    with_lost = counted["rows"]
+    assert counted["total"] == len(with_lost)
     assert len(with_lost) == 2 * len(shown) == 8
     assert {row["lost"] for row in shown} == {False} and {row["lost"] for row in with_lost} == {False, True}
 

@@ -234,6 +234,8 @@ class EpisodePage(msgspec.Struct, kw_only=True):
     rows: list[EpisodeRow]
     cursor: str | None
     """The argument `after` of the next page; None if this is the last one."""
+    total: int | None = None
+    """Number of episodes that fit, on the first page. None on others, and if they were not counted."""
 
 
 class SearchPage(msgspec.Struct, kw_only=True):

@@ -173,8 +173,9 @@ class RunIndex:
         with self._database.reading() as connection:
             rows = self._ordered(connection, only, order, limit + 1, None if after is None else _cursor(after, 3))
             found = [episode_row(connection, row) for row in rows[:limit]]
+            total = self._count(connection, only) if after is None else None
         cursor = None if len(rows) <= limit else _text([rows[limit - 1][k] for k in ("k", "file", "offset")])
-        return EpisodePage(rows=found, cursor=cursor)
+        return EpisodePage(rows=found, cursor=cursor, total=total)
 
     def search(
         self, only: EpisodeFilter, text: str, *, cursor: str | None = None, seconds: float = 1.0, limit: int = 100
@@ -208,6 +209,11 @@ class RunIndex:
             if line is not None and (found := wanted.find(line)) is not None:
                 return found
         return None
+
+    def _count(self, connection: sqlite3.Connection, only: EpisodeFilter) -> int:
+        condition, values = conditions(only)
+        count: int = connection.execute(f"SELECT count(*) FROM episodes WHERE {condition}", values).fetchone()[0]
+        return count
 
     def _ordered(
         self, connection: sqlite3.Connection, only: EpisodeFilter, order: str, limit: int, after: list[Any] | None

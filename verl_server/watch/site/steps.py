@@ -240,7 +240,9 @@ def episodes_answer(run: WatchedRun, query: Query) -> bytes:
     page = run.index.episodes(filters, order=order, limit=_EPISODES, after=after)
     # Rows are bounded, so that 100 of them always fit: a cursor of the index lies at the end of its page only.
     return encoded_page(
-        answers.Episodes(rows=[episode_row(row) for row in page.rows], next=page.cursor), "rows", lambda _: page.cursor
+        answers.Episodes(rows=[episode_row(row) for row in page.rows], next=page.cursor, total=page.total),
+        "rows",
+        lambda _: page.cursor,
     )
 
 

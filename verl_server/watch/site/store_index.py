@@ -90,14 +90,15 @@ class StoreIndex:
         page: list[rows.EpisodeRow] = []
         while True:
             part = self._store.sessions(order=by, after=start, limit=limit)
+            total = part.total if after is None and found == _ALL else None
             for place, session in enumerate(part.rows):
                 if len(page) == limit:
-                    return rows.EpisodePage(rows=page, cursor=str(start + place))
+                    return rows.EpisodePage(rows=page, cursor=str(start + place), total=total)
                 row = self._row(session)
                 if store_rows.fits(row, found):
                     page.append(row)
             if part.after is None:
-                return rows.EpisodePage(rows=page, cursor=None)
+                return rows.EpisodePage(rows=page, cursor=None, total=total)
             start = part.after
 
     def search(

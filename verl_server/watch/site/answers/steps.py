@@ -147,7 +147,7 @@ class Episodes(msgspec.Struct, kw_only=True):
     rows: list[Row]
     next: str | None = None
     total: int | None = None
-    """Rows that the filters let through; null if they were not counted."""
+    """Rows that the filters let through, on the first page; null on others, and if they were not counted."""
     searched: Searched | None = None
     """Null without `q`."""
     excerpts: list[str] = []

@@ -42,7 +42,7 @@ class Find {
       guess: 32,
       render: (item) => episodeLine(this.run, item.row, { excerpt: item.excerpt }),
       onEnd: () => {
-        if (!this.query?.q) void this.#go();
+        if (!this.query?.q && !this.page.api.isExport) void this.#go(); // an export has the first page alone
       },
     });
     this.run = "";
@@ -68,6 +68,8 @@ class Find {
     this.query = place.query;
     this.items = [];
     this.next = null;
+    /** @type {number | null} */
+    this.total = null;
     this.isBusy = false;
     const field = /** @type {HTMLInputElement | null} */ (this.tools.querySelector("input[type=search]"));
     const hadFocus = field !== null && document.activeElement === field;
@@ -103,6 +105,7 @@ class Find {
           })),
         ];
         this.next = answer.next;
+        this.total = answer.total ?? this.total;
         this.#show(answer);
       } while (this.query?.q && this.next !== null && this.items.length < goal);
     } catch (error) {
@@ -159,8 +162,7 @@ class Find {
   #status(answer) {
     const { searched } = answer;
     if (!searched) {
-      const total = answer.total ?? this.items.length;
-      return void fill(this.status, h("span", {}, counted(total, "episode")));
+      return void fill(this.status, h("span", {}, this.#counted()));
     }
     const share = searched.total ? searched.bytes / searched.total : 1;
     const bar = h("progress", { max: 1, value: share, "aria-label": "Searched share" });
@@ -180,6 +182,15 @@ class Find {
       go,
       stop,
     );
+  }
+
+  /** Say how many episodes are shown, and how many there are. */
+  #counted() {
+    const { length } = this.items;
+    if (this.total === null) return counted(length, "episode") + (this.next === null ? "" : ", and more");
+    if (length >= this.total) return counted(length, "episode");
+    const text = `${whole(length)} of ${counted(this.total, "episode")}`;
+    return this.page.api.isExport ? `${text}; this export lists these` : text;
   }
 
   #stop() {
