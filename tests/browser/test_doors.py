@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import OpenVisit, StartWatch
 from tests.browser.guard import PageGuard
@@ -46,16 +46,57 @@ def test_a_server_off_loopback_wants_its_key(visit_of: OpenVisit, start_watch: S
     expect(other.page.locator(".live")).to_have_text("live")
 
 
+def open_export(visit: Visit, file: Path, *runs: Path, **options: str) -> Page:
+    command = [sys.executable, "-m", "verl_server", "watch", *map(str, runs), "--export", str(file)]
+    command += [part for name, value in options.items() for part in (f"--export-{name}", value)]
+    subprocess.run(command, check=True, timeout=4 * SECONDS, stdout=subprocess.DEVNULL)
+    visit.guard = PageGuard(visit.page, "file://")
+    visit.page.goto(file.as_uri())
+    return visit.page
+
+
+def test_steps_of_an_exported_page_are_compared(
+    visit_of: OpenVisit, watch: Watch, runs_folder: Path, tmp_path: Path
+) -> None:
+    steady, hasty = watch.run("steady"), watch.run("hasty")
+    page = open_export(visit_of(watch), tmp_path / "page.html", runs_folder / "steady", runs_folder / "hasty")
+    expect(page.locator(".live.export")).to_contain_text("exported")
+    for runs, query, common in (((steady, steady), "a=2&b=38", 3), ((hasty, steady), "a=20&b=20", 6)):
+        other = "" if runs[0] == runs[1] else f"&with={runs[1]}"
+        page.evaluate("(place) => { location.hash = place; }", f"/compare/{runs[0]}?{query}{other}")
+        expect(page.get_by_text(f"{common} tasks in common")).to_be_visible()
+        pairs = watch.get(f"/runs/{runs[0]}/compare?{query}{other}")["pairs"]
+        expect(page.locator(".pair-line .change")).to_have_count(len(pairs))
+        shown = [text.replace("\u2212", "-") for text in page.locator(".pair-line .change").all_inner_texts()]
+        changes = [pair["b"]["mean"] - pair["a"]["mean"] if pair["a"] and pair["b"] else None for pair in pairs]
+        assert sorted(shown) == sorted("" if change is None else f"{change:+.2f}" for change in changes)
+        sizes = [abs(float(text)) if text else -1.0 for text in shown]
+        assert sizes == sorted(sizes, reverse=True), "the largest change comes first"
+    page.evaluate("(place) => { location.hash = place; }", f"/step/{steady}/20")
+    page.get_by_label("Step to compare with").select_option("5")
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_role("heading", name="Compare")).to_be_visible()
+    expect(page.get_by_role("link", name="Step 5")).to_be_visible()
+
+
+def test_an_export_without_room_says_which_steps_it_lacks(
+    visit_of: OpenVisit, watch: Watch, runs_folder: Path, tmp_path: Path
+) -> None:
+    steady = watch.run("steady")
+    page = open_export(visit_of(watch), tmp_path / "page.html", runs_folder / "steady", megabytes="0.6")
+    expect(page.locator(".live.export")).to_contain_text("exported")
+    page.evaluate("(place) => { location.hash = place; }", f"/step/{steady}/39")
+    held = page.get_by_label("Step to compare with").locator("option").all_inner_texts()
+    assert "38" in held and "0" not in held
+    page.evaluate("(place) => { location.hash = place; }", f"/compare/{steady}?a=0&b=39")
+    expect(page.get_by_text("The groups of step 0 of steady are not in this export.")).to_be_visible()
+    expect(page.get_by_text("--export-megabytes permits more")).to_be_visible()
+
+
 def test_an_exported_page_opens_without_a_server(
     visit_of: OpenVisit, watch: Watch, runs_folder: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "page.html"
-    command = [sys.executable, "-m", "verl_server", "watch", str(runs_folder / "steady"), "--export", str(file)]
-    subprocess.run(command, check=True, timeout=4 * SECONDS, stdout=subprocess.DEVNULL)
-    visit = visit_of(watch)
-    visit.guard = PageGuard(visit.page, "file://")
-    page = visit.page
-    page.goto(file.as_uri())
+    page = open_export(visit_of(watch), tmp_path / "page.html", runs_folder / "steady")
     expect(page.locator(".live.export")).to_contain_text("exported")
     expect(page.locator('[data-chart="reward"] canvas')).to_be_visible()
     page.keyboard.press("g")

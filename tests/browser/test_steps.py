@@ -111,6 +111,32 @@ def test_two_steps_are_compared_task_by_task(visit: Visit) -> None:
     expect(first.locator(".change")).to_have_text(f"{-change:+.2f}".replace("-", "\u2212"))
 
 
+def test_a_step_is_compared_with_the_same_one_of_another_run(visit: Visit) -> None:
+    steady, hasty = visit.watch.run("steady"), visit.watch.run("hasty")
+    visit.open(f"/step/{steady}/20")
+    visit.page.get_by_label("Run to compare with").select_option(hasty)
+    visit.page.get_by_role("button", name="Compare").click()
+    expect(visit.page.get_by_text("6 tasks in common")).to_be_visible()
+    assert visit.place() == f"#/compare/{hasty}?a=20&b=20&with={steady}"
+    expect(visit.page.locator(".view-head")).to_contain_text("hasty, step 20")
+    expect(visit.page.locator(".view-head")).to_contain_text("steady, step 20")
+    answer = visit.watch.get(f"/runs/{hasty}/compare?a=20&b=20&with={steady}")["pairs"][0]
+    first = visit.rows("Tasks").filter(has=visit.page.get_by_text(f"seed {answer['seed']}", exact=True))
+    change = answer["b"]["mean"] - answer["a"]["mean"]
+    expect(first.locator(".change")).to_have_text(f"{change:+.2f}".replace("-", "\u2212"))
+    first.get_by_role("button").click()
+    sides = visit.page.locator(".two-sides").first.locator(".episode-line")
+    links = [sides.nth(side).get_attribute("href") for side in range(2)]
+    assert [str(link).split("/")[2] for link in links] == [hasty, steady]
+    visit.page.get_by_role("link", name="Swap the sides").click()
+    expect(first.locator(".change")).to_have_text(f"{-change:+.2f}".replace("-", "\u2212"))
+    visit.open(f"/compare/{hasty}?a=20&b=39&with={steady}")
+    expect(visit.page.get_by_text("3 tasks in common")).to_be_visible()
+    visit.guard.allow("404 (Not Found)")
+    visit.open(f"/compare/{hasty}?a=39&b=39&with={steady}")
+    expect(visit.page.get_by_text("It has the steps 0 to 24.")).to_be_visible()
+
+
 def test_the_lost_steps_of_a_resumed_run_are_left_out(visit: Visit) -> None:
     run = visit.watch.run("resumed")
     visit.open(f"/steps/{run}")

@@ -167,7 +167,8 @@ def test_two_steps_are_compared_by_task(open_site: OpenSite, tmp_path: Path) -> 
     for step, groups in enumerate([(0, 1), (7, 2)]):  # groups 0 and 7 have one seed
         files.record_trajectories(step, [trajectory(group, 0, float(step)) for group in groups])
     files.close()
-    found = open_site(tmp_path).get("/compare?a=0&b=1")
+    site = open_site(tmp_path)
+    assert site.get(f"/compare?a=0&b=1&with={site.run}") == (found := site.get("/compare?a=0&b=1"))
     assert found["common"] == 1 and len(found["pairs"]) == 3
     assert (found["pairs"][0]["a"]["mean"], found["pairs"][0]["b"]["mean"]) == (0.0, 1.0)
     assert {bool(pair["a"]) for pair in found["pairs"][1:]} == {True, False}
@@ -323,6 +324,7 @@ def test_many_long_turns_are_paged(open_site: OpenSite, tmp_path: Path) -> None:
         ("/episodes/nothing", 404),
         ("/compare?a=0", 400),
         ("/compare?a=0&b=99", 404),
+        ("/compare?a=0&b=1&with=nothing", 404),
         ("/metrics?points=x", 400),
         ("/metrics?points=999999999", 400),
         ("/metrics?other=1", 400),

@@ -12,8 +12,9 @@ import logging
 import re
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -56,9 +57,15 @@ def write_export(file: Path, runs: OpenRuns, *, megabytes: float = MEGABYTES, ti
         run.index.progress()  # the list of runs has the number of episodes
         for view in _RUN_ORDER:
             chosen.add(f"/api/runs/{quote(run.id)}{view}")
-    for run in runs.runs.values():
-        for url in _episode_urls(run, chosen):
-            chosen.add(url)
+    steps = list(_in_turns([_step_urls(run) for run in runs.runs.values()]))
+    for url in steps:
+        if chosen.is_half_full:  # what is left is for episodes
+            break
+        chosen.add(url)
+    for url in _in_turns([_episode_urls(run, chosen) for run in runs.runs.values()]):
+        chosen.add(url)
+    for url in steps:
+        chosen.add(url)
     head = Runs(
         runs=[describe(run) for run in runs.runs.values()],
         version=__version__,
@@ -102,6 +109,10 @@ class _Chosen:
     def is_full(self) -> bool:
         return self._bytes >= self._most
 
+    @property
+    def is_half_full(self) -> bool:
+        return 2 * self._bytes >= self._most
+
     def add(self, url: str) -> bytes | None:
         """Add the answer of a URL if it fits, and return it. An error is no answer: the page says what it lacks."""
         if url in self.found:
@@ -136,11 +147,21 @@ class _Next(msgspec.Struct):
     total: int = 0
 
 
+def _in_turns(urls: Sequence[Iterator[str]]) -> Iterator[str]:
+    """Yield the first URL of each run, then the second ones: no run takes the room of another one."""
+    for turn in zip_longest(*urls):
+        yield from (url for url in turn if url is not None)
+
+
+def _step_urls(run: WatchedRun) -> Iterator[str]:
+    """Yield the URLs of the groups of a run's steps, the newest first."""
+    yield from (f"/api/runs/{quote(run.id)}/steps/{quote(step, safe='')}" for step in _newest_first(run))
+
+
 def _episode_urls(run: WatchedRun, chosen: _Chosen) -> Iterator[str]:
-    """Yield the URLs of a run's steps and episodes: the newest step and the worst episodes before the others."""
+    """Yield the URLs of a run's episodes: those of the newest step and the worst ones before the others."""
     base = f"/api/runs/{quote(run.id)}"
     steps = _newest_first(run)
-    yield from (f"{base}/steps/{quote(step, safe='')}" for step in steps)
     shown: set[str] = set()
     for row in _chosen_rows(run, steps):
         if row.row in shown:

@@ -191,21 +191,22 @@ def _tool_names(tools: list[str]) -> list[str]:
     return names
 
 
-def compare_answer(run: WatchedRun, query: Query) -> bytes:
+def compare_answer(run: WatchedRun, other: WatchedRun, query: Query) -> bytes:
+    """Compare the step `a` of a run with the step `b` of another one, or of the same."""
     first, second = query.text("a"), query.text("b")
     after = query.integer("after", 0) or 0
     query.finish()
     if first is None or second is None:
-        raise PageError(400, "A comparison needs two steps.", "Set the parameters a and b to steps of the run.")
-    a, b = _find_step(run, first)[0], _find_step(run, second)[0]
+        raise PageError(400, "A comparison needs two steps.", "Set the parameters a and b to steps.")
+    a, b = _find_step(run, first)[0], _find_step(other, second)[0]
     left = {row.task: row for row in run.index.groups(a.name)}
-    right = {row.task: row for row in run.index.groups(b.name)}
+    right = {row.task: row for row in other.index.groups(b.name)}
     tasks = [task for task in left if task in right] + [task for task in left if task not in right]
     tasks += [task for task in right if task not in left]
     pairs = sorted(((left.get(task), right.get(task)) for task in tasks), key=_change)
     answer = answers.Comparison(
         a=step_row(a, _played(run)),
-        b=step_row(b, _played(run)),
+        b=step_row(b, _played(other)),
         pairs=[_pair(*pair) for pair in pairs[after : after + 100]],
         common=sum(task in right for task in left),
         next=str(after + 100) if len(pairs) > after + 100 else None,

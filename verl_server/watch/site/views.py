@@ -20,7 +20,6 @@ RUN_VIEWS: Mapping[str, Callable[[WatchedRun, Query], bytes]] = {
     "advisories": advisories_answer,
     "lanes": lanes_answer,
     "steps": steps_answer,
-    "compare": compare_answer,
     "episodes": episodes_answer,
 }
 ROW_VIEWS: Mapping[str, Callable[[WatchedRun, str, Query], bytes]] = {"text": text_answer, "tokens": tokens_answer}
@@ -42,6 +41,9 @@ class Views:
             match parts[2:]:
                 case []:
                     return settings_answer(run, query)
+                case ["compare"]:
+                    other = query.text("with")
+                    return compare_answer(run, run if other is None else self._runs.with_index(other), query)
                 case [name] if name in RUN_VIEWS:
                     return RUN_VIEWS[name](run, query)
                 case ["steps", step]:

@@ -26,7 +26,7 @@ so finds the answers of an export, which are stored by URL.
     /api/runs/RUN/lanes?from&rows&to                Lanes
     /api/runs/RUN/steps?after&from&to               Steps
     /api/runs/RUN/steps/STEP?after&sort&FILTERS     StepGroups
-    /api/runs/RUN/compare?a&after&b                 Comparison
+    /api/runs/RUN/compare?a&after&b&with            Comparison
     /api/runs/RUN/episodes?after&order&q&FILTERS    Episodes
     /api/runs/RUN/episodes/ROW?after                Episode
     /api/runs/RUN/episodes/ROW/text?part&start&turn TextPart

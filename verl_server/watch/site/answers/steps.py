@@ -121,7 +121,10 @@ class Pair(msgspec.Struct, kw_only=True):
 
 
 class Comparison(msgspec.Struct, kw_only=True):
-    """Two steps by task. Tasks that both played come first, those with the largest change of the mean reward before."""
+    """Two steps by task. Tasks that both played come first, those with the largest change of the mean reward before.
+
+    `a` is a step of the run, `b` one of the run `with`, or of the same.
+    """
 
     a: StepRow
     b: StepRow

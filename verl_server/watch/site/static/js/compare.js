@@ -1,7 +1,10 @@
 /**
- * The view Compare: two steps of a run, task by task, side by side. `main` opens it for `#/compare/RUN?a=STEP&b=STEP`.
+ * The view Compare: two steps of a run or of two runs, task by task, side by side.
+ *
+ * `main` opens it for `#/compare/RUN?a=STEP&b=STEP&with=RUN`. `with` is the run of step b, left out if it is the same.
  */
 
+import { heldComparison } from "./comparison.js";
 import { emptyState, errorState, fill, foreign, h } from "./dom.js";
 import { counted, figure, fixed, toNumber, whole } from "./format.js";
 import { arrow, columnTitles, fact, viewFrame } from "./heads.js";
@@ -34,6 +37,7 @@ class Compare {
     /** @type {string | null} */
     this.next = null;
     this.run = "";
+    this.other = "";
   }
 
   destroy() {
@@ -44,29 +48,34 @@ class Compare {
   /** @param {import("./places.js").Place} place */
   async update(place) {
     this.run = place.parts[0];
-    this.query = { a: place.query.a, b: place.query.b };
-    const answer = await this.page.api.get(address(["runs", this.run, "compare"], this.query));
+    this.other = place.query.with || this.run;
+    this.query = { a: place.query.a, b: place.query.b, with: this.other === this.run ? "" : this.other };
+    const answer = await this.#answer();
     if (this.isGone) return;
     this.pairs = answer.pairs;
     this.next = answer.next;
     this.items = []; // a pair of other steps may have the name of an earlier one
     this.range = rewardRange(this.pairs.flatMap(({ a, b }) => [a, b]));
-    const side = (/** @type {any} */ step) =>
+    const runs = [this.run, this.other];
+    const names = [answer.a, answer.b].map(({ step }, at) =>
+      this.other === this.run ? `step ${step}` : `${this.page.run(runs[at])?.name ?? runs[at]}, step ${step}`,
+    );
+    const side = (/** @type {any} */ step, /** @type {number} */ at) =>
       h(
         "span",
         { class: "facts" },
-        h("a", { href: link("step", [this.run, step.step]) }, `Step ${step.step}`),
+        h("a", { href: link("step", [runs[at], step.step]) }, foreign(names[at].replace(/^step /, "Step "))),
         fact("reward", figure(step.reward)),
         fact("failed", whole(step.failed)),
         fact("tokens", figure(step.tokens)),
       );
-    const swapped = link("compare", [this.run], { a: this.query.b, b: this.query.a });
+    const query = { a: this.query.b, b: this.query.a, with: this.query.with && this.run };
     fill(
       this.head,
       h("h1", {}, "Compare"),
-      side(answer.a),
-      arrow(swapped, "\u21c4", "Swap the sides"),
-      side(answer.b),
+      side(answer.a, 0),
+      arrow(link("compare", [this.other], query), "\u21c4", "Swap the sides"),
+      side(answer.b, 1),
       h("span", { class: "muted" }, `${counted(answer.common, "task")} in common`),
     );
     if (!this.pairs.length)
@@ -79,15 +88,17 @@ class Compare {
           "No task was played in both steps: the rows below are those of one step alone. A task is the environment and its seed.",
         ),
       );
-    const titles = [
-      "",
-      "task",
-      `step ${answer.a.step}: rewards, mean`,
-      "change",
-      `step ${answer.b.step}: rewards, mean`,
-    ];
+    const titles = ["", "task", `${names[0]}: rewards, mean`, "change", `${names[1]}: rewards, mean`];
     fill(this.body, columnTitles("pair-line", titles, (index) => index === 3), this.list.element);
     this.#draw();
+  }
+
+  async #answer() {
+    const { api } = this.page;
+    const { a, b } = /** @type {any} */ (this.query);
+    if (!api.isExport) return api.get(address(["runs", this.run, "compare"], this.query));
+    const run = (/** @type {string} */ id) => this.page.run(id) ?? { id, name: id };
+    return heldComparison(api, [run(this.run), run(this.other)], [a, b]);
   }
 
   #draw() {
@@ -128,12 +139,12 @@ class Compare {
     const isOpen = this.open.has(item?.name);
     const [a, b] = [toNumber(pair.a?.mean), toNumber(pair.b?.mean)];
     const change = a !== null && b !== null ? b - a : null;
-    const side = (/** @type {any} */ group) =>
+    const side = (/** @type {any} */ group, run = this.run) =>
       group
         ? h(
             "span",
             { class: "side" },
-            rewardStrip(group, this.range ?? [0, 1], (row) => this.page.go(link("episode", [this.run, row]))),
+            rewardStrip(group, this.range ?? [0, 1], (row) => this.page.go(link("episode", [run, row]))),
             h("span", { class: "number" }, figure(group.mean)),
           )
         : h("span", { class: "side muted" }, "not played");
@@ -150,7 +161,7 @@ class Compare {
         },
         change === null ? "" : `${change > 0 ? "+" : ""}${fixed(change)}`,
       ),
-      side(pair.b),
+      side(pair.b, this.other),
     );
   }
 
@@ -159,7 +170,7 @@ class Compare {
     return h(
       "div",
       { class: "two-sides" },
-      rows.map((row) => (row ? episodeLine(this.run, row, { isChild: true }) : h("span", {}))),
+      rows.map((row, at) => (row ? episodeLine(at ? this.other : this.run, row, { isChild: true }) : h("span", {}))),
     );
   }
 

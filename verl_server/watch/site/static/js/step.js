@@ -4,7 +4,12 @@
  * `main` opens it for `#/step/RUN/STEP`. The query has the filters and the order.
  */
 
+<<<<<<< HEAD
 import { emptyState, errorState, fill, foreign, h } from "./dom.js";
+=======
+import { compareForm } from "./compareform.js";
+import { emptyState, errorState, fill, foreign, h, loadingState } from "./dom.js";
+>>>>>>> 12083369 (Compare steps of two runs, and steps of an exported page)
 import { counted, figure, fixed, whole } from "./format.js";
 import { filterForm, filtersOf, fits, sortedGroups } from "./filters.js";
 import { arrow, columnTitles, fact, viewFrame } from "./heads.js";
@@ -132,25 +137,6 @@ class Step {
     const to = (/** @type {any} */ step) =>
       step === null || step === undefined ? null : link("step", [this.run, step], this.#kept());
     const recorded = step.played !== null && step.played > step.episodes ? ` of ${whole(step.played)} recorded` : "";
-    const compare = h("input", {
-      type: "text",
-      inputmode: "numeric",
-      class: "short",
-      name: "other",
-      "aria-label": "Step to compare with",
-      placeholder: previous === null || previous === undefined ? "step" : String(previous),
-    });
-    const form = h(
-      "form",
-      { class: "compare-form" },
-      h("label", {}, "compare with ", compare),
-      h("button", { type: "submit" }, "Compare"),
-    );
-    form.addEventListener("submit", (/** @type {Event} */ event) => {
-      event.preventDefault();
-      const other = compare.value.trim() || (previous ?? "");
-      if (other !== "") this.page.go(link("compare", [this.run], { a: other, b: this.step }));
-    });
     const title =
       typeof step.step === "number" ? `Step ${step.step}` : step.step === "-" ? "Episodes" : `Groups: ${step.step}`;
     fill(
@@ -169,7 +155,7 @@ class Step {
         fact("tokens", figure(step.tokens)),
       ),
       h("span", { class: "spacer" }),
-      form,
+      compareForm(this.page, this.run, this.step, previous),
     );
   }
 
