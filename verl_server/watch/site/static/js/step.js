@@ -4,12 +4,8 @@
  * `main` opens it for `#/step/RUN/STEP`. The query has the filters and the order.
  */
 
-<<<<<<< HEAD
-import { emptyState, errorState, fill, foreign, h } from "./dom.js";
-=======
 import { compareForm } from "./compareform.js";
-import { emptyState, errorState, fill, foreign, h, loadingState } from "./dom.js";
->>>>>>> 12083369 (Compare steps of two runs, and steps of an exported page)
+import { emptyState, errorState, fill, foreign, h } from "./dom.js";
 import { counted, figure, fixed, whole } from "./format.js";
 import { filterForm, filtersOf, fits, sortedGroups } from "./filters.js";
 import { arrow, columnTitles, fact, viewFrame } from "./heads.js";
