@@ -42,10 +42,11 @@ from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
-from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled, labelled
+from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled
 from verl_server.train.ages import describe_history
 from verl_server.train.async_grpo import AsyncGRPO
 from verl_server.train.demo_display import DemoDisplay
+from verl_server.train.demo_record import DemoTrajectories
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.metrics import StepMetrics
 from verl_server.train.options import GRPOConfig, TrainArgs
@@ -168,16 +169,16 @@ class Demo:
             for name in (*_RESULTS, "trajectories.jsonl.index.sqlite"):
                 (out / name).unlink(missing_ok=True)
             before = self._evaluate(parts.loop, "before training")
-            append_jsonl(out / "trajectories.jsonl", labelled(before, phase="before"))
+            recorded = DemoTrajectories(out)
+            stack.callback(recorded.close)
+            recorded.add(before, "before")
             with self._algorithm(parts) as run:  # ends the rollout process, which would slow what is measured below
                 for metrics, trajectories in self._train(run, parts.advisor):
                     append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
-                    append_jsonl(
-                        out / "trajectories.jsonl", labelled(trajectories[:4], phase="training", step=metrics.step)
-                    )
+                    recorded.add(trajectories[:4], "training", metrics.step)
                     interrupt.check()
             after = self._evaluate(parts.loop, "after training")
-            append_jsonl(out / "trajectories.jsonl", labelled(after, phase="after"))
+            recorded.add(after, "after")
             self.display.phase("lock step against own pace")
             pace = compare_pace(parts.loop, self._tasks("pace", self.args.pace_episodes))
         summary = self._summary(before, after, pace)
