@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -67,7 +66,7 @@ class CheckpointError(VerlServerError):
 
 def latest_checkpoint(out: Path) -> Path | None:
     """Return the checkpoint of the highest step, or None. `check_checkpoint` checks if it is complete."""
-    return max(_checkpoints(out), key=_step_of, default=None)
+    return max(checkpoints_of(out), key=step_of, default=None)
 
 
 def check_checkpoint(folder: Path) -> Progress:
@@ -87,9 +86,9 @@ def check_checkpoint(folder: Path) -> Progress:
                 raise BadRequestError(f"the checksum of {file} is wrong")
         return progress
     except (BadRequestError, OSError) as error:
-        older = [other for other in _checkpoints(folder.parent) if _step_of(other) < _step_of(folder)]
+        older = [other for other in checkpoints_of(folder.parent) if step_of(other) < step_of(folder)]
         remedy = (
-            f"continue from {max(older, key=_step_of).name}" if older else "start again, for there is no earlier one"
+            f"continue from {max(older, key=step_of).name}" if older else "start again, for there is no earlier one"
         )
         reason = str(error).rstrip(".")
         raise BadRequestError(
@@ -127,11 +126,13 @@ def _progress(values: dict[str, Any], folder: Path) -> Progress:
     return progress
 
 
-def _checkpoints(out: Path) -> list[Path]:
+def checkpoints_of(out: Path) -> list[Path]:
+    """Return the folders of all checkpoints in the folder of a run, in no order."""
     return [folder for folder in out.glob("checkpoint-*") if folder.is_dir() and folder.name[11:].isdecimal()]
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a run which continues from this checkpoint runs first."""
     return int(checkpoint.name[11:])
 
 
@@ -165,13 +166,13 @@ def save_checkpoint(
     undone_groups: list[int] | None = None,
     saving: SaveGroup | None = None,
 ) -> Path:
-    """Write a checkpoint to a folder of its own, remove the older ones, and return the folder.
+    """Write a checkpoint to a folder of its own, beside those of earlier steps, and return the folder.
 
-    The folder appears when all of it is on the disk. Do nothing if the newest checkpoint already is of this step.
+    The folder appears when all of it is on the disk; `kept_checkpoints` removes older ones then. Do nothing if the
+    newest checkpoint already is of this step.
     `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version.
     `next_group` and `undone_groups` are those of `Progress`. `saving` has the connections to use; by default they are
-    made for this call. Raise CheckpointError on all ranks if a rank cannot
-    write.
+    made for this call. Raise CheckpointError on all ranks if a rank cannot write.
     """
     saving = saving or SaveGroup.of_all_ranks()
     folder = out / f"checkpoint-{next_step}"
@@ -185,9 +186,6 @@ def save_checkpoint(
         for lines in out.glob("*.jsonl"):  # the steps before this one are not run again
             flush(lines)
         publish(folder)
-        for older in out.glob("checkpoint-*"):
-            if older != folder:
-                shutil.rmtree(older, ignore_errors=True)
 
     try:
         unfinished = saving.ranks.call("save_checkpoint", begin)

@@ -21,6 +21,7 @@ from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.faults import FaultRules
 from verl_server.server_args import ServerArgs
+from verl_server.train.kept_checkpoints import KEPT
 from verl_server.train.losses import LossConfig
 from verl_server.train.ranks import SAVE_TIMEOUT
 from verl_server.train.run_advisor import check_names
@@ -126,7 +127,9 @@ class TrainArgs:
     """Continue the run in `--out`. It goes on from its checkpoint. The settings must be equal, except those of servers,
     devices, bounds of time, memory and the number of steps (docs/runs.md has the list)."""
     save_every: int = 50
-    """Steps between checkpoints. 0 saves at the end only. Only the newest checkpoint is kept."""
+    """Steps between checkpoints. 0 saves at the end only."""
+    keep_checkpoints: int = KEPT
+    """Number of newest checkpoints that are kept. The one of the best evaluated weights is kept, too."""
     max_skipped_steps: int = 5
     """The run ends after this many steps in a row with nothing to train on (failed episodes, equal rewards)."""
     retry_pause: float = 10.0
@@ -179,6 +182,8 @@ class TrainArgs:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.max_skipped_steps < 1 or self.logprob_chunk < 1:
             raise BadRequestError("--steps, --max-skipped-steps and --logprob-chunk must be at least 1.")
+        if self.keep_checkpoints < 1:
+            raise BadRequestError(f"--keep-checkpoints must be at least 1, not {self.keep_checkpoints}.")
         if self.save_every < 0 or self.retry_pause < 0 or min(self.max_relaunches, self.replacements) < 0:
             raise BadRequestError(
                 "--save-every, --retry-pause, --max-relaunches and --replacements must not be negative."

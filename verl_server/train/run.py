@@ -53,6 +53,7 @@ from verl_server.rollout.server_check import check_server
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
+from verl_server.train.kept_checkpoints import remove_old_checkpoints
 from verl_server.train.metrics import StepMetrics, describe_step
 from verl_server.train.options import TrainArgs
 from verl_server.train.players import prepare
@@ -210,7 +211,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 files.note(ServerLaunched(url=str(engine.url), attached=bool(args.server_urls)))
 
             def save(reached: Progressing) -> None:
-                _save(args.out, algorithm, reached, final, files)
+                _save(args, algorithm, reached, final, files)
                 save_policy(policy, args.out / "model", tokenizer, final)
 
             def ended(status: int, error: str | None) -> None:
@@ -238,9 +239,11 @@ def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_ste
         files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name, advises=True))
 
 
-def _save(out: Path, algorithm: Algorithm, reached: Progressing, saving: SaveGroup, files: RunWriter) -> None:
+def _save(args: TrainArgs, algorithm: Algorithm, reached: Progressing, saving: SaveGroup, files: RunWriter) -> None:
+    """Write a checkpoint, and remove those that do not stay. All ranks call it."""
     start = time.monotonic()
-    algorithm.save(out, reached, saving)
+    algorithm.save(args.out, reached, saving)
+    saving.ranks.call("checkpoints", lambda _: remove_old_checkpoints(args.out, args.keep_checkpoints))
     files.note(CheckpointSaved(name=f"checkpoint-{reached.next_step}", seconds=time.monotonic() - start))
 
 
@@ -296,7 +299,7 @@ def _run_steps(
         with stop.interruptible():
             skipped.note(step.metrics)
         if args.save_every and run.next_step % args.save_every == 0:
-            _save(args.out, run, run.progress(), saving, files)
+            _save(args, run, run.progress(), saving, files)
 
 
 def _record(files: RunWriter, step: Step) -> dict[str, float]:

@@ -33,6 +33,7 @@ _KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")
 MAY_DIFFER = {
     "steps": "a run may be longer; the learning rate falls over the new number of steps",
     "save_every": _END,
+    "keep_checkpoints": "it changes which checkpoints are kept only",
     "keep_trajectories": "it changes what is recorded only",
     "max_skipped_steps": _END,
     "retry_pause": _END,
