@@ -6,6 +6,7 @@ Checkpoints, models, and the settings and summaries of runs are written by these
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -14,9 +15,15 @@ from verl_server.errors import BadRequestError
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder unless it exists. Raise BadRequestError, which names it, if it is a file or cannot be created."""
+    """Create a folder unless it exists, with missing ones above it, and flush the names of all that are new.
+
+    Raise BadRequestError, which names it, if it is a file or cannot be created.
+    """
     try:
+        new = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
         folder.mkdir(parents=True, exist_ok=True)
+        for created in reversed(new):
+            flush(created.parent)
     except (FileExistsError, NotADirectoryError):
         raise BadRequestError(f"{folder} cannot be a folder, because it or one above it is a file.") from None
     except (OSError, ValueError) as error:
