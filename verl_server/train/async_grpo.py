@@ -401,7 +401,10 @@ class AsyncGRPO:
         progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer)
         self.next_step, self.version = progress.next_step, progress.version
         self.trainer.scaling.load_state_dict(progress.loss_scaling)
-        self._buffer.resume(progress.next_group or 0, progress.undone_groups or [])
+        # A synchronous run, of which this one is a fork, has trained the groups of each step in their order.
+        in_order = progress.next_step * self._buffer.groups
+        next_group = in_order if progress.next_group is None else progress.next_group
+        self._buffer.resume(next_group, progress.undone_groups or [])
 
 
 def _divided(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,7 +36,7 @@ from verl_server.files.json_files import convert, read_json
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup
 
-_PIECE = 16 * 2**20
+PIECE = 16 * 2**20
 """Bytes of a file that are read at once."""
 
 
@@ -72,9 +73,7 @@ def latest_checkpoint(out: Path) -> Path | None:
 def check_checkpoint(folder: Path) -> Progress:
     """Read all files of a checkpoint, and return its progress. Raise BadRequestError if one is lost or damaged."""
     try:
-        values = _read_values(folder)
-        progress = _progress(values, folder)
-        listed = convert(values.get("files"), dict[str, tuple[int, str]], f"files of {folder / 'run.json'}")
+        progress, listed = read_listed(folder)
         files = {folder / name: entry for name, entry in listed.items()}
         for file, (size, _) in files.items():
             if not file.is_file():
@@ -94,6 +93,34 @@ def check_checkpoint(folder: Path) -> Progress:
         raise BadRequestError(
             f"The checkpoint {folder} cannot be continued: {reason}. Restore it, or remove the folder to {remedy}."
         ) from None
+
+
+def read_listed(folder: Path) -> tuple[Progress, dict[str, tuple[int, str]]]:
+    """Return (progress, file -> (size, checksum)) of a checkpoint. Raise BadRequestError if its run.json is damaged."""
+    values = _read_values(folder)
+    progress = _progress(values, folder)
+    return progress, convert(values.get("files"), dict[str, tuple[int, str]], f"files of {folder / 'run.json'}")
+
+
+def check_fits(folder: Path, policy: Policy) -> None:
+    """Raise BadRequestError, which names a weight, if a checkpoint is of another model than `policy`.
+
+    `check_checkpoint` has read its files before.
+    """
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    prefix = "model.language_model."
+    found = {
+        name.removeprefix(prefix): str(list(getattr(value, "size", ())))
+        for name, value in stored.items()
+        if name.startswith(prefix)
+    }
+    wanted = {name: str(list(parameter.shape)) for name, parameter in policy.stored_weights()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise BadRequestError(
+                f"{folder} is of another model than --model-path: {name} is {found.get(name, 'absent')} in the "
+                f"checkpoint and {wanted.get(name, 'absent')} in the model. Name the model with which its run began."
+            )
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
@@ -148,7 +175,7 @@ def _file_checksums(files: list[Path]) -> dict[Path, str]:
 def _file_checksum(file: Path) -> str:
     value = 0
     with file.open("rb") as opened:
-        while piece := opened.read(_PIECE):
+        while piece := opened.read(PIECE):
             value = zlib.crc32(piece, value)
     return f"{value:08x}"
 

@@ -126,6 +126,11 @@ class TrainArgs:
     resume: bool = False
     """Continue the run in `--out`. It goes on from its checkpoint. The settings must be equal, except those of servers,
     devices, bounds of time, memory and the number of steps (docs/runs.md has the list)."""
+    fork: OutputPath | None = None
+    """Folder of another training run. This run begins from a copy of one of its checkpoints, in a new --out: with its
+    weights, optimizer, step and position in the tasks. Settings may differ, but not the shape of the model."""
+    fork_step: int | Literal["best"] | None = None
+    """Step of the checkpoint of --fork, or `best` for the one of the best evaluated weights. Default: the newest."""
     save_every: int = 50
     """Steps between checkpoints. 0 saves at the end only."""
     keep_checkpoints: int = KEPT
@@ -182,6 +187,10 @@ class TrainArgs:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.max_skipped_steps < 1 or self.logprob_chunk < 1:
             raise BadRequestError("--steps, --max-skipped-steps and --logprob-chunk must be at least 1.")
+        if self.fork is not None and self.resume:
+            raise BadRequestError("--resume continues the run in --out from its own checkpoint: remove --fork.")
+        if self.fork_step is not None and self.fork is None:
+            raise BadRequestError("--fork-step is a step of another run: name the folder of that run with --fork.")
         if self.keep_checkpoints < 1:
             raise BadRequestError(f"--keep-checkpoints must be at least 1, not {self.keep_checkpoints}.")
         if self.save_every < 0 or self.retry_pause < 0 or min(self.max_relaunches, self.replacements) < 0:

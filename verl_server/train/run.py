@@ -1,7 +1,7 @@
 """A training run from the command line: everything around the steps of an algorithm.
 
 `grpo` calls `main`. `train` loads the model, launches the rollout server or attaches to it, continues from a checkpoint
-with `--resume`, runs the steps, and saves the run.
+with `--resume` or `--fork`, runs the steps, and saves the run.
 
 Exit status:
 
@@ -52,7 +52,9 @@ from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.server_check import check_server
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.agent_groups import AgentGroups
+from verl_server.train.checkpoints import check_fits
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
+from verl_server.train.forks import fork_checkpoint
 from verl_server.train.kept_checkpoints import remove_old_checkpoints
 from verl_server.train.metrics import StepMetrics, describe_step
 from verl_server.train.options import TrainArgs
@@ -163,7 +165,10 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
     incarnation = ranks.call("incarnation", lambda _: new_incarnation())
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         logging.getLogger("verl_server.train").setLevel(logging.ERROR)
-    folder = RunFolder(args.out, functools.partial(run_settings, args))
+    fork = None
+    if args.fork is not None:
+        fork = functools.partial(fork_checkpoint, args.fork, args.fork_step, args.out, args.command)
+    folder = RunFolder(args.out, functools.partial(run_settings, args), fork)
     kept_bytes = int(args.keep_trajectories * GIB)
     files = RunWriter(args.out, incarnation, rank=ranks.rank, ranks=ranks.size, kept_bytes=kept_bytes)
     with contextlib.closing(folder), contextlib.closing(files):
@@ -182,6 +187,8 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             gradient_checkpointing=args.gradient_checkpointing,
             logprob_chunk=args.logprob_chunk,
         )
+        if checkpoint is not None:
+            ranks.call("check_fits", lambda _: check_fits(Path(checkpoint), policy))
         saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
         with (
             RunEnd(stop, final, device) as end,
@@ -232,8 +239,19 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
 def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_step: int, ranks: int) -> None:
     """Store the settings of a new run, and write the event of this start. Rank 0 calls it."""
     folder.begin()
-    if checkpoint is None:
-        files.begin(RunStarted(ranks=ranks, version=__version__, next_step=next_step, advises=True))
+    forked = folder.forked
+    source, version = (None, None) if forked is None else (str(forked.source), forked.version)
+    if checkpoint is None or forked is not None:
+        files.begin(
+            RunStarted(
+                ranks=ranks,
+                version=__version__,
+                next_step=next_step,
+                advises=True,
+                forked_from=source,
+                forked_version=version,
+            )
+        )
     else:
         name = Path(checkpoint).name
         files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name, advises=True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,8 @@ from verl_server.files.durable import discard, flush, make_folder
 from verl_server.files.json_files import decode_json
 from verl_server.files.run_output import Claim, check_settings, claim_folder, recorded, store_settings, stored_settings
 from verl_server.files.segments import read_segments
-from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
+from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint, step_of
+from verl_server.train.forks import Forked
 from verl_server.train.run_settings import MAY_DIFFER, REMOVED
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,20 @@ class RunFolder:
         self,
         path: Path,
         settings: Callable[[], dict[str, Any]] | None = None,
+        fork: Callable[[], Forked] | None = None,
     ) -> None:
-        """Take `settings`, which returns what run.json stores and a resumed run compares. None stores nothing."""
+        """Take `settings`, which returns what run.json stores and a resumed run compares. None stores nothing.
+
+        `fork` copies the checkpoint of another run, from which this one begins, into the folder.
+        """
         self.path = path
+        self.forked: Forked | None = None
+        """The beginning of a forked run."""
         self._settings = settings
+        self._fork = fork
         self._run_file = path / "run.json"
-        self._is_resumed = self._replaces = False
+        self._is_resumed = self._has_begun = False
+        self._replaced: list[str] = []
         self._claim: Claim | None = None
 
     def open(self, resume: bool) -> str | None:
@@ -53,21 +62,29 @@ class RunFolder:
             if resume:
                 return str(self.resume())
             self.start()
-            return None
+            if self._fork is None:
+                return None
+            self.forked = self._fork()
+            return str(self.forked.checkpoint)
         except BaseException:
             self.close()
             raise
 
     def begin(self) -> None:
         """Store the settings of a new run. Rank 0 calls it when the server is up."""
-        if self._replaces:
-            for folder in (self.path / "model", self.path / "checkpoint-0"):  # of a run that had no first step
-                shutil.rmtree(folder, ignore_errors=True)
+        copied = self.forked.checkpoint if self.forked is not None else None
+        for name in self._replaced:  # of a run that had no first step
+            if self.path / name != copied:
+                shutil.rmtree(self.path / name, ignore_errors=True)
         if self._settings is not None and not (self._is_resumed and self._run_file.exists()):
-            store_settings(self._run_file, self._settings())
+            settings = self._settings()
+            store_settings(self._run_file, settings if copied is None else settings | {"fork_step": step_of(copied)})
+        self._has_begun = True
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the folder. A forked run that has not begun leaves nothing that blocks the corrected command."""
+        if self.forked is not None and not self._has_begun and self.forked.checkpoint.name not in self._replaced:
+            shutil.rmtree(self.forked.checkpoint, ignore_errors=True)
         if self._claim is not None:
             self._claim.release()
 
@@ -75,7 +92,7 @@ class RunFolder:
         """Create the folder. Raise BadRequestError if it already contains a run."""
         found = recorded(self.path, also=("model",))
         if self._has_no_step(found):
-            found, self._replaces = [], True
+            found, self._replaced = [], found
         checkpoint = latest_checkpoint(self.path)
         if found:
             raise BadRequestError(
@@ -87,10 +104,13 @@ class RunFolder:
         flush(self.path.parent)
 
     def _has_no_step(self, found: Sequence[str]) -> bool:
-        """Return True if an earlier run ended before its first step, with the initial weights saved."""
-        if "checkpoint-0" not in found or not set(found) <= {"checkpoint-0", "model"} or not self._run_file.exists():
+        """Return True if an earlier run ended before its first step, with the weights saved from which it began."""
+        first = [name for name in found if name != "model"]
+        if len(first) != 1 or not first[0].startswith("checkpoint-") or not self._run_file.exists():
             return False
-        return bool(stored_settings(self._run_file).get("command") == "train.grpo")
+        stored = stored_settings(self._run_file)
+        is_training = stored.get("command") in ("train.grpo", "train.async_grpo")
+        return is_training and first[0] == f"checkpoint-{_first_step(stored)}"
 
     def resume(self) -> Path:
         """Prepare the folder for a run that continues, and return the checkpoint to continue from.
@@ -104,24 +124,32 @@ class RunFolder:
                 f"There is nothing to resume in {self.path}: it contains no finished checkpoint. Start a new run "
                 "without --resume, or name the folder of an earlier run with --out."
             )
+        first = 0
         if self._settings is not None:
             if self._run_file.exists():
-                check_settings(self.path, self._run_file, self._settings(), MAY_DIFFER | REMOVED)
+                stored = check_settings(self.path, self._run_file, self._settings(), MAY_DIFFER | REMOVED)
+                first = _first_step(stored)
             else:
                 logger.warning("%s is missing, so the settings of the run are not compared.", self._run_file)
         self._is_resumed = True
         discard(self.path / "model")  # as an interrupted `save_policy` left it
         step = check_checkpoint(checkpoint).next_step
-        if lacking := sorted(set(range(step)) - _steps_before(self.path, step)):
+        if lacking := sorted(set(range(first, step)) - _steps_before(self.path, step)):
             logger.warning(
                 "%s lacks %d of the %d steps before %s: %s. The run continues without them.",
                 self.path / "metrics.jsonl",
                 len(lacking),
-                step,
+                step - first,
                 checkpoint.name,
                 ", ".join(map(str, lacking[:10])) + (", ..." if len(lacking) > 10 else ""),
             )
         return checkpoint
+
+
+def _first_step(settings: Mapping[str, Any]) -> int:
+    """Return the step with which a run began: not 0 if it is a fork of another run."""
+    step = settings.get("fork_step")
+    return step if isinstance(step, int) else 0
 
 
 class _Step(msgspec.Struct):

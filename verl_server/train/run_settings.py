@@ -16,6 +16,7 @@ from verl_server.train.options import TrainArgs
 _TIME = "a bound of time ends an episode or the run, and changes no other one"
 _MEMORY = "it changes memory and speed only"
 _END = "it says when the run saves or ends"
+_FORK = "a run that goes on has checkpoints of its own"
 _SERVER = "the weights are pushed to whichever server samples, and its dtype is checked by itself"
 _COMPARED_OF_SERVER = (
     "tokenizer_path",
@@ -33,6 +34,8 @@ _KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")
 MAY_DIFFER = {
     "steps": "a run may be longer; the learning rate falls over the new number of steps",
     "save_every": _END,
+    "fork": _FORK,
+    "fork_step": _FORK,
     "keep_checkpoints": "it changes which checkpoints are kept only",
     "keep_trajectories": "it changes what is recorded only",
     "max_skipped_steps": _END,
@@ -75,6 +78,7 @@ def run_settings(args: TrainArgs) -> dict[str, Any]:
     Raise BadRequestError if the file of the tasks cannot be read.
     """
     settings = settings_of(args.command, args, without=("out", "resume", *(f"server.{key}" for key in _KEYS)))
+    settings["fork"] = None if args.fork is None else str(args.fork.resolve())
     for name in ("model_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):
         settings[name] = None if settings[name] is None else location(settings[name])
     settings["env_url"] = None if args.env_url is None else without_host(args.env_url)

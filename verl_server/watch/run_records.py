@@ -95,9 +95,13 @@ class RunStarted(RunEvent, tag_field="kind", tag="run_started"):
     version: str
     """Version of this package."""
     next_step: int = 0
-    """The first step."""
+    """The first step. Not 0 if the run is a fork of another one."""
     advises: bool = False
     """True if this start writes an `Alarm` for each advisory. Earlier versions wrote those about the gap only."""
+    forked_from: str | None = None
+    """Folder of the checkpoint of another run from which this one begins. None: it begins from the initial weights."""
+    forked_version: str | None = None
+    """Version of its weights in the other run."""
 
 
 class RunResumed(RunEvent, tag_field="kind", tag="run_resumed"):
