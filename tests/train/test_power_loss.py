@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from tests.support.power_loss import Disk, Recording, recorded
 from tests.train.test_checkpoints import load, make_trainer, save, train
 from tests.train.test_evaluations import evaluated
+from tests.train.test_kept_checkpoints import with_checkpoints
 from verl_server.errors import BadRequestError
 from verl_server.files import durable
 from verl_server.files.durable import discard, write_file
@@ -21,6 +22,7 @@ from verl_server.models.tiny import make_model_folder
 from verl_server.train import checkpoints, kept_checkpoints, run_folder
 from verl_server.train.checkpoints import check_checkpoint, checkpoints_of, latest_checkpoint, step_of
 from verl_server.train.demo import make_policy_folder
+from verl_server.train.forks import fork_checkpoint
 from verl_server.train.kept_checkpoints import remove_old_checkpoints
 from verl_server.train.policy import save_policy
 from verl_server.train.run_folder import RunFolder
@@ -130,6 +132,23 @@ def test_a_flush_that_is_missing_is_found(
     for module in (kept_checkpoints,) if lacks == "names before removals" else (durable, checkpoints, run_folder):
         monkeypatch.setattr(module, "flush", partly)
     assert failures(train_and_save(small_policy, tmp_path / "disk"), tmp_path / "then")
+
+
+def test_the_copy_of_a_fork_is_whole_or_has_no_name(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    with_checkpoints(tmp_path / "source", 7)
+    (tmp_path / "disk").mkdir()
+    with recorded(tmp_path / "disk") as recording:
+        fork_checkpoint(tmp_path / "source", None, tmp_path / "disk", "train.grpo")
+        recording.mark("forked")
+    found = set()
+    for disk in recording.disks():
+        disk.write_to(tmp_path / "then")
+        copies = checkpoints_of(tmp_path / "then")
+        assert copies or not disk.marks, disk
+        found.add(len(copies))
+        assert [check_checkpoint(copy).next_step for copy in copies] in ([], [7]), disk
+    assert found == {0, 1}
 
 
 def test_a_model_is_the_old_one_or_the_new_one(small_policy: Path, tmp_path: Path) -> None:
