@@ -149,8 +149,8 @@ class Recording:
     def disks(self, samples: int = 3, seed: int = 0) -> Iterator[Disk]:
         """Yield the disks of a loss at each point, without equal ones.
 
-        At each point: everything that was not flushed is lost; all names without what was written; all contents
-        without the names; nothing is lost; and `samples` drawn ones.
+        At each point: everything that was not flushed is lost; all names are there without what was written, or with
+        zeros in its place; all contents without the names; nothing is lost; and `samples` drawn ones.
         """
         with self._lock:
             self._look()
