@@ -70,6 +70,8 @@ RUN_FILES = (
     ),
     ("`trained-rankN.jsonl`", "a trajectory that was trained: [TrainedTrajectory](#trainedtrajectory)", "rank N"),
     ("`untrained-rankN.jsonl`", "a trajectory that ended in a step which the run did not complete", "rank N"),
+    ("`evaluations.jsonl`", "an evaluation on held-out tasks: [Evaluation](#evaluation)", "rank 0"),
+    ("`held-out-rankN.jsonl`", "a trajectory of an evaluation: [Label](#label) and Trajectory", "rank N"),
     ("`events-rankN.jsonl`", "a segment that rank N > 0 has removed: [SegmentRemoved](#segmentremoved)", "rank N"),
     ("`index-rankN.sqlite`", "no record: the [index](../runs.md#the-files-of-a-training-run) of these files", "rank N"),
 )
@@ -422,14 +424,14 @@ def run_folder_page(site: Site) -> None:
         table(("file", "one line is", "written by"), RUN_FILES),
         "`verl_server.watch` reads them, also while the run grows, and in folders of earlier versions:",
         "```python\nfrom verl_server.watch.recorded import read_recorded\n"
-        "from verl_server.watch.run_files import read_events, read_metrics, read_trained\n```",
+        "from verl_server.watch.run_files import read_evaluations, read_events, read_metrics, read_trained\n```",
     )
     page.add_function(site.package.function("verl_server.watch.recorded", "read_recorded"), "read_recorded")
-    for name in ("read_metrics", "read_events", "read_trained"):
+    for name in ("read_metrics", "read_evaluations", "read_events", "read_trained"):
         page.add_function(site.package.function("verl_server.watch.run_files", name), name)
     page.add_class(site.package.class_of("verl_server.watch.recorded", "Recorded"))
     home = "verl_server.watch.run_records"
-    for name in ("Label", "TrainedTrajectory"):
+    for name in ("Label", "Evaluation", "TrainedTrajectory"):
         page.add_class(site.package.class_of(home, name))
     page.add_class(site.package.class_of("verl_server.train.metrics", "StepMetrics"))
     page.add_class(site.package.class_of("verl_server.train.rollout_report", "Failure"))

@@ -44,6 +44,8 @@ RECORDS = (
     "episodes.jsonl",
     "errors.jsonl",
     "untrained-rank*.jsonl",
+    "held-out-rank*.jsonl",
+    "evaluations.jsonl",
     "checkpoint-*",
     "agents/*",
 )

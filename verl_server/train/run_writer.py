@@ -6,6 +6,8 @@
     trajectories-rankN.jsonl   every trajectory of rank N
     trained-rankN.jsonl        what the trainer of rank N computed for each trajectory that it trained
     untrained-rankN.jsonl      trajectories of rank N that ended in a step which the run did not complete
+    evaluations.jsonl          one `Evaluation` for each time that the held-out tasks were played
+    held-out-rankN.jsonl       trajectories of rank N in evaluations
     events-rankN.jsonl         segments that rank N > 0 has removed
     index-rankN.sqlite         a row for each line about a trajectory of rank N (`watch.index`), for readers
 
@@ -36,14 +38,22 @@ from verl_server.watch.index.index_file import IndexFile
 from verl_server.watch.index.line_rows import Row, trained_row, trajectory_row
 from verl_server.watch.index.row_kinds import index_of_rank
 from verl_server.watch.run_files import rank_paths
-from verl_server.watch.run_records import Label, RunEvent, RunResumed, RunStarted, SegmentRemoved, TrainedTrajectory
+from verl_server.watch.run_records import (
+    Evaluation,
+    Label,
+    RunEvent,
+    RunResumed,
+    RunStarted,
+    SegmentRemoved,
+    TrainedTrajectory,
+)
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
 KEPT_BYTES = 16 * GIB
 """Default of the size of all trajectories of a run."""
-_BOUNDED = ("trajectories", "trained")
+_BOUNDED = ("trajectories", "trained", "held-out")
 _SEGMENTS = 8
 """Segments that a bound of the size holds at least, so that removing one removes a small part."""
 
@@ -72,18 +82,22 @@ class RunWriter:
         segment_bytes = min(SEGMENT_BYTES, max(1, self._kept_bytes // _SEGMENTS))
         self._trajectories = Segments(folder / f"trajectories-rank{rank}.jsonl", segment_bytes)
         self._trained = Segments(folder / f"trained-rank{rank}.jsonl", segment_bytes)
+        self._held_out = Segments(folder / f"held-out-rank{rank}.jsonl", segment_bytes)
         # Files of an earlier start with more ranks are bounded, too, because no rank writes them now.
+        kept = (self._trajectories, self._trained, self._held_out)
         own = [path for kind in _BOUNDED for path in rank_paths(folder, kind) if _rank_of(path) % ranks == rank]
-        self._bounded = list(dict.fromkeys([self._trajectories.path, self._trained.path, *own]))
+        self._bounded = list(dict.fromkeys([*(file.path for file in kept), *own]))
         self._size = sum(file.stat().st_size for path in self._bounded for file in segment_files(path))
         self._index = IndexFile(index_of_rank(folder, rank))
         self._untrained = Segments(folder / f"untrained-rank{rank}.jsonl")
         self._metrics = Segments(folder / "metrics.jsonl")
         self._errors = Segments(folder / "errors.jsonl")
+        self._evaluations = Segments(folder / "evaluations.jsonl")
         self._events = Segments(folder / (f"events-rank{rank}.jsonl" if rank else "events.jsonl"))
 
     def close(self) -> None:
-        files = (self._trajectories, self._trained, self._untrained, self._metrics, self._errors, self._events)
+        trajectories = (self._trajectories, self._trained, self._untrained, self._held_out)
+        files = (*trajectories, self._metrics, self._errors, self._evaluations, self._events)
         with self._lock:
             for file in files:
                 file.close()
@@ -125,9 +139,25 @@ class RunWriter:
             )
 
     def record_line(self, line: bytes, row: Row) -> None:
-        """Append a trajectory as its line, which has its label. `row` is its row in the index."""
+        """Append a trajectory as its line, which has its label.
+
+        `row` is its row in the index. It begins with the kind: trajectory, or held-out.
+        """
         if self._kept_bytes:
-            self._keep(self._trajectories, [line], lambda: [row])
+            self._keep(self._held_out if row[0] == "held-out" else self._trajectories, [line], lambda: [row])
+
+    def record_held_out(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Append this rank's trajectories of an evaluation. `step` is `Evaluation.step`."""
+        label = self._label(step)
+        for trajectory in trajectories:
+            (values,) = labelled([trajectory], **msgspec.structs.asdict(label))
+            (line,) = _lines([values])
+            self.record_line(line, trajectory_row("held-out", label, trajectory))
+
+    def record_evaluation(self, evaluation: Evaluation) -> None:
+        """Append an evaluation to evaluations.jsonl. Rank 0 calls it."""
+        evaluation.incarnation, evaluation.time = self.incarnation, time.time()
+        self._evaluations.append(_lines([evaluation]))
 
     def record_trained(self, trained: Sequence[TrainedTrajectory]) -> None:
         """Append what the trainer computed for this rank's trajectories. Every rank calls it with its own."""

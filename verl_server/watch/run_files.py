@@ -18,7 +18,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import convert, decode_json, parse_json
 from verl_server.files.segments import read_segments
-from verl_server.watch.run_records import AnyEvent, Label, RunResumed, RunStarted, TrainedTrajectory
+from verl_server.watch.run_records import AnyEvent, Evaluation, Label, RunResumed, RunStarted, TrainedTrajectory
 from verl_server.weight_version import WeightVersion
 
 _SEGMENT = re.compile(r"\.[1-9][0-9]*$")
@@ -93,6 +93,19 @@ def read_trained(folder: Path, *, lost: bool = False) -> Iterator[TrainedTraject
             trained = decode_json(line, TrainedTrajectory, where)
             if lost or lineage.has(trained.step, trained.incarnation):
                 yield trained
+
+
+def read_evaluations(folder: Path, *, lost: bool = False) -> Iterator[Evaluation]:
+    """Yield the evaluations of a run. With `lost`, those of weights that a resumed run has lost, too.
+
+    The weights of checkpoint-STEP are lost if the step that made them runs again. If STEP itself does, they are those
+    from which the run went on.
+    """
+    lineage = read_lineage(folder)
+    for where, line in read_segments(folder / "evaluations.jsonl"):
+        evaluation = decode_json(line, Evaluation, where)
+        if lost or lineage.has(evaluation.step - 1, evaluation.incarnation):
+            yield evaluation
 
 
 class _MetricsLabel(Label):

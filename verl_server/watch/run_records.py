@@ -11,14 +11,15 @@ import msgspec
 
 
 class Label(msgspec.Struct, kw_only=True):
-    """The first keys of each line of metrics.jsonl, errors.jsonl, trajectories-rankN.jsonl and untrained-rankN.jsonl.
+    """The first keys of each line of metrics.jsonl and errors.jsonl, and of the files with trajectories: those of
+    training, untrained-rankN.jsonl and held-out-rankN.jsonl.
 
     A step that was lost and runs again has lines of two incarnations.
     """
 
     step: int | None = None
     """Training step. In a line of a trajectory, it is the step in which the episode was used; in an asynchronous run,
-    the step in which its group started."""
+    the step in which its group started. In held-out-rankN.jsonl, it is `Evaluation.step`."""
     rank: int | None = None
     """Rank that wrote the line."""
     incarnation: str | None = None
@@ -76,6 +77,39 @@ class TrainedTrajectory(msgspec.Struct, kw_only=True):
     differ, too. None if a number is not finite, without `positions`, and in files of an earlier version."""
     gap_max: float | None = None
     """Largest of these differences. None as `gap_mean`."""
+
+
+class Evaluation(msgspec.Struct, kw_only=True):
+    """A line of evaluations.jsonl: the rewards of held-out episodes, which one version played."""
+
+    step: int
+    """Number of the steps before: the weights are those of checkpoint-STEP. They are lost if the step before this one
+    runs again."""
+    version: str
+    """Version of the weights."""
+    episodes: int
+    """Episodes that were scored. `reward` and `success` are means over them."""
+    failed: int
+    """Episodes that ended without a score. The infrastructure ended them, weights of another version sampled one of
+    their tokens, or the policy sampled no token. No other episode replaces them."""
+    unfinished: int = 0
+    """Episodes that had not ended with the evaluation, and were cancelled."""
+    reward: float | None
+    """Mean reward. None if no episode was scored."""
+    success: float | None
+    """Share of the episodes whose reward is at least `--eval-success`. None as `reward`."""
+    seconds: float
+    """Time from the begin of the evaluation to the end of its last episode."""
+    push_delay: float
+    """Seconds for which the evaluation held a push. In a synchronous run, nothing goes on beside an evaluation, so they
+    are all of its seconds."""
+    incomplete: str | None = None
+    """The reason if the weights cannot be compared with others: timeout (`--eval-timeout`), stopped (by a signal),
+    server (none was left that had the version), unscored (no episode has a score), or an error."""
+    incarnation: str = ""
+    """Incarnation of the start of the run that evaluated."""
+    time: float = 0.0
+    """Wall time of the line, in seconds since 1970."""
 
 
 class RunEvent(msgspec.Struct, kw_only=True):
@@ -202,7 +236,8 @@ class StepEnded(RunEvent, tag_field="kind", tag="step_ended"):
     step: int
     """Number of the step."""
     phases: dict[str, float]
-    """Phase (rollout, train, sync, record) -> its seconds, in the order of the phases.
+    """Phase (rollout, train, sync, record) -> its seconds, in the order of the phases. Before the push, `held` is the
+    time for which it waited for an evaluation.
 
     The rollout is that of the slowest rank, the others are those of rank 0. `record` is the writing of these files.
     """
@@ -238,6 +273,32 @@ class CheckpointSaved(RunEvent, tag_field="kind", tag="checkpoint_saved"):
     """Name of the checkpoint's folder."""
     seconds: float
     """Time that saving took."""
+
+
+class EvaluationBegan(RunEvent, tag_field="kind", tag="evaluation_began"):
+    """The held-out tasks begin to play."""
+
+    step: int
+    """`Evaluation.step`."""
+    version: str
+    """Version of the weights that play them."""
+
+
+class EvaluationEnded(RunEvent, tag_field="kind", tag="evaluation_ended"):
+    """An evaluation has ended, and has a line in evaluations.jsonl."""
+
+    step: int
+    """`Evaluation.step`."""
+    version: str
+    """Version of the weights that played."""
+    seconds: float
+    """Time from the begin of the evaluation to the end of its last episode."""
+    push_delay: float
+    """Seconds for which the evaluation held a push."""
+    reward: float | None
+    """Mean reward of the episodes that were scored."""
+    incomplete: str | None = None
+    """The reason if the reward cannot be compared with others, as in `Evaluation`."""
 
 
 Severity = Literal["info", "warning", "error"]
@@ -307,6 +368,8 @@ AnyEvent: TypeAlias = (
     | StepEnded
     | GroupDone
     | CheckpointSaved
+    | EvaluationBegan
+    | EvaluationEnded
     | Alarm
     | AlarmEnded
     | SegmentRemoved

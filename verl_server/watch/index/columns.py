@@ -16,7 +16,7 @@ LINE = {
     "file": "TEXT NOT NULL",
     "offset": "INTEGER NOT NULL",
     "length": "INTEGER NOT NULL",
-    "kind": "TEXT NOT NULL",  # trajectory, untrained (the run did not complete the step) or damaged
+    "kind": "TEXT NOT NULL",  # trajectory, untrained (the run did not complete the step), held-out or damaged
     "step": "INTEGER",
     "rank": "INTEGER",
     "incarnation": "TEXT",

@@ -32,7 +32,7 @@ STEPS = """SELECT place, min(used) AS step, sum(episodes) AS episodes, count(*) 
         FROM episodes WHERE is_lost <= ? GROUP BY place, grp, incarnation, step, phase)
     GROUP BY place"""
 """The steps of a run. The parameter is 1 if lost episodes are counted."""
-_PLACES = ("before", "-", "", "playing", "dropped", "untrained", "after")
+_PLACES = ("before", "-", "", "playing", "dropped", "untrained", "held-out", "after")
 """The order of the places; "" stands for the steps."""
 
 

@@ -20,7 +20,10 @@ COLUMNS = {
     "row": ("string", "id of the trajectory: FILE:OFFSET:DIGEST"),
     "step": ("int64", "step that used the episode; null if there is none"),
     "start_step": ("int64", "step of the line: in an asynchronous run, the one in which the group started"),
-    "fate": ("string", "fate of the group in an asynchronous run: trained, skipped, dropped or playing; or untrained"),
+    "fate": (
+        "string",
+        "fate of the group in an asynchronous run: trained, skipped, dropped or playing; or untrained, held-out",
+    ),
     "phase": ("string", "before, training or after in the demo's file"),
     "incarnation": ("string", "incarnation of the start that wrote the line"),
     "rank": ("int64", "rank that played the episode"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from verl_server.watch.index.line_files import MOST_LINE_BYTES
 from verl_server.watch.index.line_rows import Row, damaged_row, line_row, trained_line_row
 
-_NAME = re.compile(r"(trajectories|untrained|trained)-rank(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?\.jsonl")
+_NAME = re.compile(r"(trajectories|untrained|held-out|trained)-rank(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?\.jsonl")
 
 
 def indexed_files(path: Path) -> list[Path]:
@@ -50,7 +50,7 @@ def table_of(file: str) -> str:
 
 
 def kind_of(file: str) -> str:
-    """Return the kind of a file's rows: trajectory, untrained or trained."""
+    """Return the kind of a file's rows: trajectory, untrained, held-out or trained."""
     name = _NAME.fullmatch(file)
     return "trajectory" if name is None or name[1] == "trajectories" else name[1]
 

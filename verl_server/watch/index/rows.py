@@ -19,9 +19,10 @@ Order = Literal["newest", "oldest", "reward", "-reward", "tokens", "-tokens", "t
 GroupOrder = Literal["spread", "reward", "tokens", "failed", "group"]
 """Orders of groups: the largest spread of rewards first, the smallest mean reward, the longest, the most failures."""
 
-Fate = Literal["", "trained", "skipped", "dropped", "playing", "untrained"]
+Fate = Literal["", "trained", "skipped", "dropped", "playing", "untrained", "held-out"]
 """What became of an episode's group. "": the run is synchronous, or has no steps. playing: the group played or waited
-when the files were read. untrained: the run did not complete the step. The others are those of `GroupDone`."""
+when the files were read. untrained: the run did not complete the step. held-out: an evaluation played it. The others
+are those of `GroupDone`."""
 
 
 class RowUnknownError(VerlServerError):
@@ -209,8 +210,8 @@ class StepRow(msgspec.Struct, kw_only=True):
     """The episodes of one step, or of another place of the run."""
 
     name: str
-    """The step in decimal digits; or "-" (a run without steps), playing, dropped, untrained (see `Fate`), before or
-    after (the demo's evaluations)."""
+    """The step in decimal digits; or "-" (a run without steps), playing, dropped, untrained, held-out (see `Fate`),
+    before or after (the demo's evaluations)."""
     step: int | None
     episodes: int
     """Episodes without those that others replaced."""

@@ -95,11 +95,11 @@ SETTLE = (
     # is_asynchronous() is that of the run.
     f"""UPDATE lines AS n SET
         fate = CASE
-            WHEN kind = 'untrained' THEN 'untrained'
+            WHEN kind IN ('untrained', 'held-out') THEN kind
             WHEN step IS NULL OR NOT is_asynchronous() THEN ''
             ELSE coalesce((SELECT f.fate {_OWN_FATE}), 'playing') END,
         used = CASE
-            WHEN kind = 'untrained' OR step IS NULL THEN NULL
+            WHEN kind IN ('untrained', 'held-out') OR step IS NULL THEN NULL
             WHEN NOT is_asynchronous() THEN step
             ELSE (SELECT f.step {_OWN_FATE}) END,
         episode = CASE WHEN session = '' THEN id ELSE (
@@ -112,13 +112,14 @@ SETTLE = (
     f"""UPDATE lines AS n SET
         place = CASE
             WHEN phase IN ('before', 'after') THEN phase
-            WHEN fate IN ('untrained', 'playing', 'dropped') THEN fate
+            WHEN fate IN ('untrained', 'held-out', 'playing', 'dropped') THEN fate
             WHEN used IS NOT NULL THEN CAST(used AS TEXT)
             ELSE '-' END,
         used = CASE WHEN fate = 'dropped' THEN NULL ELSE used END,
         is_lost = CASE
             WHEN step IS NULL THEN 0
             WHEN fate = 'playing' THEN was_ended(incarnation) OR EXISTS (SELECT 1 {_FATE})
+            WHEN kind = 'held-out' THEN was_repeated(step - 1, incarnation)
             ELSE was_repeated(coalesce(used, step), incarnation) END,
         began = coalesce(clock, {{clock}}) + first,
         ended = coalesce(clock, {{clock}}) + last
