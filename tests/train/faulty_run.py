@@ -63,7 +63,9 @@ class Player:
         self._servers = servers
         self._thread = LoopThread("player")
 
-    def start(self, tasks: Sequence[Task], on_finish: Any = None, *, version: str | None = None) -> Running[Rollout]:
+    def start(
+        self, tasks: Sequence[Task], on_finish: Any = None, *, version: str | None = None, replaces: bool = True
+    ) -> Running[Rollout]:
         return self._thread.start(self._play(tasks, on_finish))
 
     def stranded(self, version: str | None = None) -> None:

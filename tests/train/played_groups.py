@@ -101,6 +101,9 @@ class OneServer:
     def ensure(self, _: Any) -> None:
         pass
 
+    def are_lost(self) -> bool:
+        return False
+
     def counters(self) -> dict[str, Any]:
         return {}
 
@@ -180,6 +183,9 @@ class Pushes:
     def ensure(self, _: Any) -> None:
         self.ensured += 1
         assert self.ensured < 1000, "the step waits forever"
+
+    def are_lost(self) -> bool:
+        return False
 
     def counters(self) -> dict[str, Any]:
         return {}

@@ -158,20 +158,22 @@ class AgentLoop:
         *,
         version: str | None = None,
         slots: AbstractAsyncContextManager[object] | None = None,
+        replaces: bool = True,
     ) -> Rollout:
         """Play all tasks as `run` does, in the caller's event loop.
 
         With `version`, episodes play only on servers whose weights satisfy it (`weight_version.satisfies`), and wait
         without a bound of their own until there is one: the trainer, who pushes this version, looks at `stranded` and
         brings the servers back. `slots` bounds the episodes of several calls together, in the place of
-        `max_concurrency`. Such a call is a part of a rollout: it does not raise if every generation failed.
+        `max_concurrency`. Such a call is a part of a rollout: it does not raise if every generation failed. Without
+        `replaces`, no episode replaces another one.
         """
         clock = RolloutClock()
         is_part = slots is not None
         slots = slots or asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
 
-        left = Replacements(self._replacements)
+        left = Replacements(self._replacements if replaces else 0)
         replaced: list[Trajectory] = []
 
         async def is_replaced(episode: Episode) -> bool:
@@ -211,13 +213,18 @@ class AgentLoop:
         return rollout if is_part else self._checked(rollout)
 
     def start(
-        self, tasks: Sequence[Task], on_finish: OnFinish | None = None, *, version: str | None = None
+        self,
+        tasks: Sequence[Task],
+        on_finish: OnFinish | None = None,
+        *,
+        version: str | None = None,
+        replaces: bool = True,
     ) -> Running[Rollout]:
         """Play all tasks as `arun` does, on an event loop in another thread, and return at once.
 
         `on_finish` is called in that thread.
         """
-        return self._background.start(self.arun(tasks, on_finish, version=version))
+        return self._background.start(self.arun(tasks, on_finish, version=version, replaces=replaces))
 
     def stranded(self, version: str | None = None) -> str | None:
         """Return why no server can generate until somebody heals it, or None if one can. Any thread may call it.

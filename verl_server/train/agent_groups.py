@@ -34,6 +34,7 @@ from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.trajectory import Event, Task, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.train.batches import check_usable
+from verl_server.train.held_out import HELD_OUT
 from verl_server.train.options import TrainArgs
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class AgentGroups:
         if isinstance(self._agent, list):
             check_program(self._agent)
         self._tasks = None if args.tasks is None or is_named(args.tasks) else read_tasks(Path(args.tasks))
+        self._held_out = None if args.eval_file is None else read_tasks(Path(args.eval_file))
         self._environment = _environment(args)
         self._reward = load_reward(args.reward, self._agent, self._environment)
         limits = args.limits
@@ -77,7 +79,6 @@ class AgentGroups:
         self._warned: set[str] = set()
         self._max_concurrency = args.max_concurrency
         self._faults, self._replacements = args.faults, args.replacements
-        self._group_size = args.grpo.group_size
         self._name = args.env_url or args.tasks or ""
         self._engines: Sequence[HttpServerEngineAdapter] = ()
         self._background = LoopThread("agents")
@@ -109,10 +110,11 @@ class AgentGroups:
         on_finish: Callable[[Trajectory], None] | None = None,
         *,
         version: str | None = None,
+        replaces: bool = True,
     ) -> Running[Rollout]:
         """Play the tasks on an event loop in another thread, and return at once; see `arun`."""
         self._background.close()  # with what an agent of the last step left behind
-        return self._background.start(self.arun(tasks, on_finish, version=version))
+        return self._background.start(self.arun(tasks, on_finish, version=version, replaces=replaces))
 
     def stranded(self, version: str | None = None) -> str | None:
         """Return why no server can generate until the trainer brings one back, or None if one can.
@@ -129,20 +131,23 @@ class AgentGroups:
         *,
         version: str | None = None,
         slots: AbstractAsyncContextManager[object] | None = None,
+        replaces: bool = True,
     ) -> Rollout:
-        """Play the tasks of whole groups, each `group_size` tasks in a row. `on_finish` is called with each branch.
+        """Play the tasks of whole groups, which are equally large and in a row. `on_finish` is called with each branch.
 
         With `version`, sessions begin only on servers whose weights satisfy it. `slots` bounds the episodes of several
-        calls together, in the place of `max_concurrency`. Episodes that the infrastructure
-        ended are replaced, within the bound `--replacements` of their group. A fault of one episode raises nothing.
-        Raise BadRequestError if a token to train on has no known log-probability under the policy.
+        calls together, in the place of `max_concurrency`. With `replaces`, episodes that the infrastructure ended are
+        replaced, within the bound `--replacements` of their group. A fault of one episode raises nothing. Raise
+        BadRequestError if a token to train on has no known log-probability under the policy.
         """
         assert self._engines, "serving() comes first"
+        group_size = sum(task.group == tasks[0].group for task in tasks)
+        replacements = self._replacements if replaces else 0
         trajectories: list[Trajectory] = []
         replaced: list[Trajectory] = []
 
         def keep(episode: AgentEpisode) -> None:
-            branches = _branches(episode, tasks[episode.index * self._group_size + episode.member])
+            branches = _branches(episode, tasks[episode.index * group_size + episode.member])
             (trajectories if episode.final else replaced).extend(branches)
             if on_finish is not None:
                 for branch in branches:
@@ -150,14 +155,14 @@ class AgentGroups:
 
         played = await arun_agents(
             self._agent,
-            [self._agent_task(task.seed) for task in tasks[:: self._group_size]],
+            [self._agent_task(task.seed) for task in tasks[::group_size]],
             servers=[Server(str(engine.url), str(engine.server_args.api_key)) for engine in self._engines],
             reward=self._reward,
             environment=self._environment,
-            group_size=self._group_size,
+            group_size=group_size,
             limits=self._limits,
-            retries=self._replacements,
-            replacements=self._replacements,
+            retries=replacements,
+            replacements=replacements,
             faults=self._faults,
             max_concurrency=self._max_concurrency,
             sampling_params=self._sampling_params,
@@ -190,7 +195,8 @@ class AgentGroups:
 
     def _agent_task(self, seed: int) -> AgentTask:
         """Return the task of a group. The seeds of groups count up, so that groups take the lines of a file in turn."""
-        return AgentTask(seed=seed) if self._tasks is None else self._tasks[seed % len(self._tasks)]
+        tasks = self._tasks if seed < HELD_OUT else self._held_out
+        return AgentTask(seed=seed) if tasks is None else tasks[seed % HELD_OUT % len(tasks)]
 
 
 def _call_seconds(args: TrainArgs) -> float:
@@ -228,5 +234,5 @@ def _branches(episode: AgentEpisode, task: Task) -> list[Trajectory]:
         )
     ]
     for branch in branches:
-        branch.task = task
+        branch.task, branch.member = task, task.member
     return branches

@@ -39,14 +39,17 @@ from verl_server.train import run
 from verl_server.train.ages import Ages, describe_ages
 from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.evaluation import OnEvaluated
 from verl_server.train.gap_probe import GapProbe
 from verl_server.train.grpo import PolicyTrainer, group_advantages, make_tasks
+from verl_server.train.held_out import HeldOut
 from verl_server.train.metrics import describe_rollout, note_learned
 from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.ranks import SaveGroup
 from verl_server.train.rollout_report import RolloutReport, report_rollout
 from verl_server.train.rollouts.group_buffer import Group, GroupBuffer, Wait
 from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, NowServed, PlayGroup
+from verl_server.train.rollouts.held_out_play import HeldOutPlay
 from verl_server.train.rollouts.rollout_process import open_rollouts
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_advisor import RunAdvisor
@@ -171,6 +174,7 @@ class AsyncGRPO:
         self._told: float = 0
         """Seconds of the present wait after which it was logged last."""
         self._dropped = 0
+        self._evaluation = HeldOutPlay(rollouts, servers, ranks, self._collect, self._stop_signal)
         self._served: NowServed | None = None
         self._use = ServerUse(servers.counters)
         self._last_batch = time.monotonic()
@@ -204,13 +208,15 @@ class AsyncGRPO:
         else:
             learned = self.trainer.update(batch.samples, step)
             is_trained = learned.optimizer_steps > 0
-            self.next_step += 1
-            self.version += int(is_trained)
             trained = time.monotonic()
             note_learned(metrics, learned, self.trainer.scaling.scale, trained - start)
+            if is_trained:  # an evaluation plays the old version, which the servers have until the push
+                metrics.held_seconds = self._evaluation.wait(before_push=True)
+            self.next_step += 1
+            self.version += int(is_trained)
             if is_trained:
                 self.push()
-                metrics.sync_seconds = time.monotonic() - trained
+                metrics.sync_seconds = time.monotonic() - trained - metrics.held_seconds
         self._end(batch, "trained" if is_trained else "skipped")
         failures = batch.report.failures + batch.report.replaced
         records = self.trainer.trained.take(step, str(version))
@@ -219,6 +225,20 @@ class AsyncGRPO:
     def push(self) -> None:
         """Copy the trainer's weights into the servers, as version `self.weight_version`. Episodes go on."""
         self.servers.push(self.trainer.policy.named_weights, str(self.weight_version))
+
+    def evaluate(self, held_out: HeldOut, done: OnEvaluated) -> None:
+        """Begin to play the held-out tasks with the served weights, beside the groups. The next push waits for them.
+
+        All ranks call it together, between two steps. `done` takes the result on rank 0.
+        """
+        self._evaluation.wait()
+        if self._rollouts is not None:
+            self._start_groups()  # it tells the rollouts what is served
+        self._evaluation.begin(held_out, self.next_step, self.weight_version, done)
+
+    def end_evaluation(self) -> None:
+        """Wait for an evaluation that still plays. All ranks call it together."""
+        self._evaluation.wait()
 
     # -- from groups to a batch ------------------------------------------------------------------------------
 
@@ -253,6 +273,7 @@ class AsyncGRPO:
         Return the number of a signal that stops the run. Rank 0 calls it.
         """
         if stopped := [int(signal) for signal in signals if signal]:
+            self._evaluation.end("stopped")
             return stopped[0]
         deadline, version = time.monotonic() + _LOOK_SECONDS, self.version
         self._collect(0.0)
@@ -298,6 +319,8 @@ class AsyncGRPO:
         assert self._rollouts is not None
         self._start_groups()
         for group in self._rollouts.news(timeout):
+            if self._evaluation.take(group):
+                continue
             if isinstance(group, GroupBegan):
                 version = WeightVersion.parse(group.version)
                 assert version is not None

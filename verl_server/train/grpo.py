@@ -35,7 +35,9 @@ from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train import run
 from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.evaluation import OnEvaluated, play_held_out
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
+from verl_server.train.held_out import HELD_OUT, HeldOut
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.losses import mean_losses, policy_loss
 from verl_server.train.metrics import Learned, describe_rollout, note_learned
@@ -224,11 +226,11 @@ class PolicyTrainer:
 def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> list[Task]:
     """Return the tasks of `groups` groups of a step, from `first_group` on.
 
-    Seeds are below 2**30 and a function of (config.seed, step, group).
+    Seeds are below those of held-out tasks, and a function of (config.seed, step, group).
     """
     tasks = []
     for group in range(first_group, first_group + groups):
-        seed = (config.seed * 1_000_003 + step * config.groups + group) % 2**30
+        seed = (config.seed * 1_000_003 + step * config.groups + group) % HELD_OUT
         for member in range(config.group_size):
             name = f"{step}-{group}-{member}"
             draw = (seed * config.group_size + member) % 2**62
@@ -306,6 +308,18 @@ class GRPO:
                 self.push()
                 metrics.sync_seconds = time.monotonic() - trained
         return Step(metrics, rollout, report.failures + report.replaced, self.trainer.trained.take(step, version))
+
+    def evaluate(self, held_out: HeldOut, done: OnEvaluated) -> None:
+        """Play the held-out tasks with the served weights, and hand the result to `done`.
+
+        All ranks call it together, between two steps.
+        """
+        weights, version = self.trainer.policy.named_weights, self.weight_version
+        together = (self.player, self.servers, weights, self._ranks, self._stop)
+        done(play_held_out(held_out, self.next_step, version, *together))
+
+    def end_evaluation(self) -> None:
+        """Do nothing: `evaluate` waits for the episodes."""
 
     def progress(self) -> Progressing:
         """Return the progress of this rank, also after an error inside a step.

@@ -97,6 +97,8 @@ class StepMetrics:
     train_seconds: float = 0.0
     """Time of the optimizer steps, of the comparison for `logprob_gap`, and of the pass for proximal log-probabilities
     if the loss needs them."""
+    held_seconds: float = 0.0
+    """Time for which the push waited for an evaluation, which an older version plays. Asynchronous runs only."""
     sync_seconds: float = 0.0
     """Time of the weight push."""
     trained_tokens: int = 0
@@ -177,8 +179,9 @@ class StepMetrics:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Phase -> its seconds, in the order of the phases."""
-        return {"rollout": self.rollout_seconds, "train": self.train_seconds, "sync": self.sync_seconds}
+        """Phase -> its seconds, in the order of the phases. `held` is there only if an evaluation held the push."""
+        held = {"held": self.held_seconds} if self.held_seconds else {}
+        return {"rollout": self.rollout_seconds, "train": self.train_seconds, **held, "sync": self.sync_seconds}
 
 
 def note_learned(metrics: StepMetrics, learned: Learned, loss_scale: float | None, seconds: float) -> None:

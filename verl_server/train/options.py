@@ -135,6 +135,21 @@ class TrainArgs:
     """Steps between checkpoints. 0 saves at the end only."""
     keep_checkpoints: int = KEPT
     """Number of newest checkpoints that are kept. The one of the best evaluated weights is kept, too."""
+    eval_every: int = 0
+    """Steps between evaluations on held-out tasks, which no step trains on. There is one before the first step and one
+    after the last step, too. Each saves a checkpoint first. 0: never."""
+    eval_tasks: int = 64
+    """Number of held-out tasks: the seeds from 2**30 on, in each run and at each step."""
+    eval_samples: int = 1
+    """Episodes of each held-out task. They have the temperature of training, and sampling seeds of their own."""
+    eval_timeout: float = 300.0
+    """Most seconds of an evaluation. Then its other episodes are cancelled, and it does not count as the best. So no
+    push is held longer."""
+    eval_success: float = 1.0
+    """Least reward of a held-out episode that counts as a success."""
+    eval_file: str | None = None
+    """FILE.jsonl with the held-out tasks of an agent, in turn. Required with --eval-every if --tasks is a file, whose
+    lines are trained on."""
     max_skipped_steps: int = 5
     """The run ends after this many steps in a row with nothing to train on (failed episodes, equal rewards)."""
     retry_pause: float = 10.0
@@ -197,6 +212,11 @@ class TrainArgs:
             raise BadRequestError(
                 "--save-every, --retry-pause, --max-relaunches and --replacements must not be negative."
             )
+        if self.eval_every < 0 or min(self.eval_tasks, self.eval_samples) < 1 or not self.eval_timeout > 0:
+            raise BadRequestError(
+                "--eval-every must not be negative, --eval-tasks and --eval-samples must be at least 1, and "
+                "--eval-timeout must be more than 0."
+            )
         if not 0 <= self.keep_trajectories < 2**30:
             raise BadRequestError("--keep-trajectories must be from 0 to 2**30 GiB.")
         if len(set(self.server_urls)) < len(self.server_urls):
@@ -220,9 +240,21 @@ class TrainArgs:
         if self.agent is None:
             if self.env_url is None:
                 raise BadRequestError("--env-url is missing: name an environment server, or play with --agent.")
-            if self.tasks is not None or self.reward is not None:
-                raise BadRequestError("--tasks and --reward are for --agent: remove them, or name an agent.")
+            if self.tasks is not None or self.reward is not None or self.eval_file is not None:
+                raise BadRequestError(
+                    "--tasks, --reward and --eval-file are for --agent: remove them, or name an agent."
+                )
             return
+        is_file = self.tasks is not None and not is_named(self.tasks)
+        if is_file and self.eval_every and self.eval_file is None:
+            raise BadRequestError(
+                f"--eval-every needs tasks that no step trains on, and all lines of --tasks {self.tasks} are trained "
+                "on: name a file of other tasks with --eval-file."
+            )
+        if self.eval_file is not None and not is_file:
+            raise BadRequestError(
+                "--eval-file is for --tasks FILE.jsonl: other held-out tasks have seeds of their own."
+            )
         if self.env_url is None and self.tasks is None:
             raise BadRequestError("--agent needs something to play: name --tasks, --env-url, or both.")
         if self.env_url is not None and self.tasks is not None and is_named(self.tasks):

@@ -36,11 +36,12 @@ class Player(Protocol):
         on_finish: Callable[[Trajectory], None] | None = None,
         *,
         version: str | None = None,
+        replaces: bool = True,
     ) -> Running[Rollout]:
         """Play all tasks in another thread, in which `on_finish` is called with each trajectory that has ended.
 
         Episodes play on servers whose weights have `version`, and wait while there is none. An episode that fails
-        raises nothing: its trajectory has no reward.
+        raises nothing: its trajectory has no reward. Without `replaces`, no other episode takes its place.
         """
 
     def stranded(self, version: str | None = None) -> str | None:

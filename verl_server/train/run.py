@@ -54,7 +54,9 @@ from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.checkpoints import check_fits
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
+from verl_server.train.evaluation import Evaluations, OnEvaluated
 from verl_server.train.forks import fork_checkpoint
+from verl_server.train.held_out import HeldOut
 from verl_server.train.kept_checkpoints import remove_old_checkpoints
 from verl_server.train.metrics import StepMetrics, describe_step
 from verl_server.train.options import TrainArgs
@@ -83,7 +85,7 @@ from verl_server.watch.run_records import (
     StepEnded,
     TrainedTrajectory,
 )
-from verl_server.weight_version import new_incarnation
+from verl_server.weight_version import WeightVersion, new_incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +113,24 @@ class Algorithm(Protocol):
     steps: StepCounter
     """The optimizer steps of this rank."""
 
+    @property
+    def weight_version(self) -> WeightVersion:
+        """Version of the served weights."""
+
     def push(self) -> None:
         """Copy the trainer's weights into the server."""
 
     def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
         """Run one training step. `on_finish` is called with each trajectory when it ends."""
+
+    def evaluate(self, held_out: HeldOut, done: OnEvaluated) -> None:
+        """Play the held-out tasks with the served weights, or begin to. All ranks call it, between two steps.
+
+        `done` takes the result when the evaluation has ended, at least on rank 0.
+        """
+
+    def end_evaluation(self) -> object:
+        """Wait for an evaluation that still plays. All ranks call it."""
 
     def progress(self) -> Progressing:
         """Return the progress of this rank, after an error inside of a step, too."""
@@ -230,7 +245,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             failure: BaseException | None = None
             try:
                 algorithm.push()
-                _run_steps(args, algorithm, files, stop, saving, advisor)
+                _run_steps(args, algorithm, files, stop, saving, advisor, Evaluations(args, files, ranks))
             except BaseException as error:
                 failure = error
             end.finish(failure)
@@ -301,9 +316,24 @@ def _serving(
 
 
 def _run_steps(
-    args: TrainArgs, run: Algorithm, files: RunWriter, stop: StopRequest, saving: SaveGroup, advisor: RunAdvisor
+    args: TrainArgs,
+    run: Algorithm,
+    files: RunWriter,
+    stop: StopRequest,
+    saving: SaveGroup,
+    advisor: RunAdvisor,
+    evaluations: Evaluations,
 ) -> None:
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
+
+    def save_and_evaluate(saves: bool, evaluates: bool) -> None:
+        if saves or evaluates:  # the weights that an evaluation judges are on the disk
+            _save(args, run, run.progress(), saving, files)
+        if evaluates:
+            evaluations.note_begin(run.next_step, run.weight_version)
+            run.evaluate(evaluations.held_out, evaluations.record)
+
+    save_and_evaluate(False, evaluations.is_due_at_start(run.next_step))
     while run.next_step < args.steps:
         torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
         number, finished = run.next_step, list[Trajectory]()
@@ -316,8 +346,9 @@ def _run_steps(
         advisor.check_step(step.metrics, _record(files, step))
         with stop.interruptible():
             skipped.note(step.metrics)
-        if args.save_every and run.next_step % args.save_every == 0:
-            _save(args, run, run.progress(), saving, files)
+        is_due = args.save_every > 0 and run.next_step % args.save_every == 0
+        save_and_evaluate(is_due, evaluations.is_due(run.next_step))
+    run.end_evaluation()
 
 
 def _record(files: RunWriter, step: Step) -> dict[str, float]:

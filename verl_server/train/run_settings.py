@@ -17,6 +17,7 @@ _TIME = "a bound of time ends an episode or the run, and changes no other one"
 _MEMORY = "it changes memory and speed only"
 _END = "it says when the run saves or ends"
 _FORK = "a run that goes on has checkpoints of its own"
+_MEASURED = "it changes what is measured only"
 _SERVER = "the weights are pushed to whichever server samples, and its dtype is checked by itself"
 _COMPARED_OF_SERVER = (
     "tokenizer_path",
@@ -37,6 +38,12 @@ MAY_DIFFER = {
     "fork": _FORK,
     "fork_step": _FORK,
     "keep_checkpoints": "it changes which checkpoints are kept only",
+    "eval_every": _MEASURED,
+    "eval_tasks": _MEASURED,
+    "eval_samples": _MEASURED,
+    "eval_timeout": _MEASURED,
+    "eval_success": _MEASURED,
+    "eval_file": _MEASURED,
     "keep_trajectories": "it changes what is recorded only",
     "max_skipped_steps": _END,
     "retry_pause": _END,

@@ -131,6 +131,10 @@ class RolloutServers:
         if len(self._away) == len(self.engines):
             self._bring_back(named_weights)
 
+    def are_lost(self) -> bool:
+        """Return True if no server has the newest weights. Rank 0 calls it."""
+        return len(self._lost()) == len(self.engines)
+
     @contextlib.contextmanager
     def _noted(self, version: str) -> Iterator[None]:
         """Note the begin and the end of the push of `version` in the block."""

@@ -42,6 +42,8 @@ class PlayGroup(msgspec.Struct, tag=True, kw_only=True):
     """Number of the group in the run."""
     tasks: list[Task]
     """One task for each episode."""
+    held_out: int | None = None
+    """`Evaluation.step` if this is one episode of an evaluation, else None."""
 
 
 class CancelGroup(msgspec.Struct, tag=True, kw_only=True):
@@ -75,7 +77,10 @@ class GroupEnded(msgspec.Struct, tag=True, kw_only=True):
     group: int
     rollout: Rollout | None = None
     error: str | None = None
-    """Type and message of the error because of which the group has no rollout. It ends the run."""
+    """Type and message of the error because of which the group has no rollout. It ends the run, unless the group is
+    held out."""
+    time: float = 0.0
+    """Wall time of the end."""
 
 
 ToPlayer = NowServed | PlayGroup | CancelGroup

@@ -66,14 +66,20 @@ class GroupsOf(Protocol):
         *,
         version: str | None = None,
         slots: AbstractAsyncContextManager[object] | None = None,
+        replaces: bool = True,
     ) -> Rollout:
-        """Play the tasks of a group. `slots` bounds the episodes of all groups together."""
+        """Play the tasks of a group. `slots` bounds the episodes of all groups together.
+
+        Without `replaces`, no episode replaces another one.
+        """
 
 
 class GroupPlayer:
     """Plays groups on the running event loop, and hands on what begins and ends.
 
-    A group begins when there are places for all of its episodes, so that its age does not grow while it waits.
+    A group begins when there are places for all of its episodes, so that its age does not grow while it waits. The
+    episodes of an evaluation have the first claim on a quarter of the places, and no claim on the others: an evaluation
+    does not wait for the groups that wait, and does not stop them.
     """
 
     def __init__(
@@ -84,9 +90,12 @@ class GroupPlayer:
         self._send = send
         self._incarnation = incarnation
         self._places = Places(max_concurrency, self._begin)
+        self._held_out_places = max(1, (max_concurrency or 2**30) // 4)
         self._served = NowServed(version="", step=0)
         self._waiting: dict[int, PlayGroup] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
+        self._held_out_waiting: dict[int, PlayGroup] = {}
+        self._held_out_playing: dict[int, asyncio.Task[None]] = {}
 
     def handle(self, message: ToPlayer) -> None:
         """Take a message of the trainer."""
@@ -94,37 +103,48 @@ class GroupPlayer:
             case NowServed():
                 self._served = message
             case PlayGroup():
-                self._waiting[message.group] = message
+                waiting = self._waiting if message.held_out is None else self._held_out_waiting
+                waiting[message.group] = message
                 self._begin()
             case CancelGroup():
                 self._waiting.pop(message.group, None)
-                if (task := self._playing.get(message.group)) is not None:
+                self._held_out_waiting.pop(message.group, None)
+                if (task := (self._playing | self._held_out_playing).get(message.group)) is not None:
                     task.cancel()
 
     def _begin(self) -> None:
         """Begin the groups that came first, as long as there are places."""
+        while self._held_out_waiting and len(self._held_out_playing) < self._held_out_places and self._places.have(1):
+            self._begin_first(self._held_out_waiting, self._held_out_playing)
+        # Places that become free for an evaluation one after the other are not taken by a group meanwhile.
+        kept = min(len(self._held_out_waiting), self._held_out_places - len(self._held_out_playing))
         while self._waiting:
             group = next(iter(self._waiting.values()))
-            if self._playing and not self._places.have(len(group.tasks)):
+            if self._playing and not self._places.have(len(group.tasks) + kept):
                 return
-            del self._waiting[group.group]
-            begun = GroupBegan(group=group.group, version=self._served.version, step=self._served.step)
-            self._send(begun)
-            task = asyncio.ensure_future(self._play(group, begun, self._places.take(len(group.tasks))))
-            self._playing[group.group] = task
-            task.add_done_callback(functools.partial(self._ended, group.group))
+            self._begin_first(self._waiting, self._playing)
 
-    def _ended(self, group: int, task: asyncio.Task[None]) -> None:
-        if self._playing.get(group) is task:
-            del self._playing[group]
+    def _begin_first(self, waiting: dict[int, PlayGroup], playing: dict[int, asyncio.Task[None]]) -> None:
+        group = waiting.pop(next(iter(waiting)))
+        begun = GroupBegan(group=group.group, version=self._served.version, step=self._served.step)
+        self._send(begun)
+        task = asyncio.ensure_future(self._play(group, begun, self._places.take(len(group.tasks))))
+        playing[group.group] = task
+        task.add_done_callback(functools.partial(self._ended, group.group, playing))
+
+    def _ended(self, group: int, playing: dict[int, asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+        if playing.get(group) is task:
+            del playing[group]
         self._begin()
 
     async def _play(self, group: PlayGroup, begun: GroupBegan, places: GroupPlaces) -> None:
+        kind, step = ("trajectory", begun.step) if group.held_out is None else ("held-out", group.held_out)
+
         def record(trajectory: Trajectory) -> None:
-            label = Label(step=begun.step, rank=0, incarnation=self._incarnation, time=time.time())
+            label = Label(step=step, rank=0, incarnation=self._incarnation, time=time.time())
             (values,) = labelled([trajectory], **msgspec.structs.asdict(label))
             line = msgspec.json.encode(values, enc_hook=jsonable) + b"\n"
-            self._send(EpisodeEnded(line=line, row=trajectory_row("trajectory", label, trajectory)))
+            self._send(EpisodeEnded(line=line, row=trajectory_row(kind, label, trajectory)))
 
         version = WeightVersion.parse(begun.version)
         demand = begun.version if version is None else at_least(version)
@@ -132,10 +152,10 @@ class GroupPlayer:
             rollout = await self._arun(group, record, demand, places)
         except Exception as error:
             # The trainer ends the run with it: a wrong task file, say, or tokens without known log-probabilities.
-            kind = "" if isinstance(error, VerlServerError) else f"{type(error).__name__}: "
-            self._send(GroupEnded(group=group.group, error=f"{kind}{error}"))
+            name = "" if isinstance(error, VerlServerError) else f"{type(error).__name__}: "
+            self._send(GroupEnded(group=group.group, error=f"{name}{error}", time=time.time()))
         else:
-            self._send(GroupEnded(group=group.group, rollout=rollout))
+            self._send(GroupEnded(group=group.group, rollout=rollout, time=time.time()))
         finally:
             places.leave()
 
@@ -143,10 +163,10 @@ class GroupPlayer:
         self, group: PlayGroup, record: Callable[[Trajectory], None], demand: str, places: GroupPlaces
     ) -> Rollout:
         """Play a group. While no server can begin it, wait: the trainer brings one back, or ends the run."""
-        level = logging.WARNING
+        level, replaces = logging.WARNING, group.held_out is None
         while True:
             try:
-                return await self._player.arun(group.tasks, record, version=demand, slots=places)
+                return await self._player.arun(group.tasks, record, version=demand, slots=places, replaces=replaces)
             except (ServerUnavailableError, ServerDiedError, ServerRestartedError) as error:
                 logger.log(level, "Group %d waits for a server and begins again: %s", group.group, error)
             level = logging.DEBUG  # once for each group
@@ -155,7 +175,8 @@ class GroupPlayer:
     async def close(self) -> None:
         """Cancel all groups, and wait until their episodes have closed their environments."""
         self._waiting.clear()
-        tasks = list(self._playing.values())
+        self._held_out_waiting.clear()
+        tasks = [*self._playing.values(), *self._held_out_playing.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,6 +22,7 @@ import msgspec
 
 from verl_server.errors import ServerLaunchError, VerlServerError
 from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.train.held_out import HELD_OUT
 from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.rollouts.group_messages import (
     CancelGroup,
@@ -106,7 +107,7 @@ class RolloutProcess:
 
         Wait for the first, at most `timeout` seconds. A process that has ended, or hangs, is launched again by the next
         call, and plays the groups again that it had not finished. Raise RolloutProcessError if it ends again and again,
-        or if a group could not be played at all, and the error of `on_episode`.
+        or if a group of the training could not be played at all, and the error of `on_episode`.
         """
         if self._has_ended:
             self._relaunch()
@@ -116,7 +117,7 @@ class RolloutProcess:
         found = self._take(timeout)
         for group in found:
             if isinstance(group, GroupEnded):
-                if group.error is not None:
+                if group.error is not None and group.group < HELD_OUT:
                     raise RolloutProcessError(f"The episodes of group {group.group} could not be played: {group.error}")
                 self._relaunches_left = _MAX_RELAUNCHES
         return found

@@ -1,0 +1,39 @@
+"""`HeldOut`: the tasks of an evaluation, which no step trains on.
+
+They are the same in all runs and at all steps, so that their rewards can be compared. `evaluation` plays them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_server.rollout.trajectory import Task
+
+HELD_OUT = 2**30
+"""First seed of the held-out tasks, and first number of their groups. Those of training are smaller."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    tasks: int
+    """Number of tasks."""
+    samples: int
+    """Episodes of each task."""
+    timeout: float
+    """Most seconds of an evaluation."""
+    success: float
+    """Least reward of an episode that succeeded."""
+
+    @property
+    def episodes(self) -> int:
+        return self.tasks * self.samples
+
+    def share(self, rank: int = 0, ranks: int = 1) -> list[Task]:
+        """Return the tasks that a rank plays, all episodes of a task in a row."""
+        return [self._task(task, sample) for task in range(rank, self.tasks, ranks) for sample in range(self.samples)]
+
+    def _task(self, task: int, sample: int) -> Task:
+        number = HELD_OUT + task
+        draw = HELD_OUT + task * self.samples + sample
+        name = f"held-out-{task}-{sample}"
+        return Task(seed=number, group=number, episode_id=name, sampling_seed=draw, member=sample)
