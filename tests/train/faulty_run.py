@@ -74,7 +74,10 @@ class Player:
     async def _play(self, tasks: Sequence[Task], on_finish: Any) -> Rollout:
         if self.wait is not None:
             await self.wait()
-        return self.run(tasks, on_finish)
+        rollout = self.run(tasks, on_finish)
+        for trajectory in rollout.trajectories:
+            on_finish(trajectory)
+        return rollout
 
     def run(self, tasks: Sequence[Task], on_finish: Any = None) -> Rollout:
         return Rollout(trajectories=[_trajectory(task, self._servers.pushed[-1]) for task in tasks], seconds=0.1)

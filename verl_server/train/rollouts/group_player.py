@@ -90,12 +90,12 @@ class GroupPlayer:
         self._send = send
         self._incarnation = incarnation
         self._places = Places(max_concurrency, self._begin)
-        self._held_out_places = max(1, (max_concurrency or 2**30) // 4)
+        self._held_out_most = max(1, (max_concurrency or 2**30) // 4)
         self._served = NowServed(version="", step=0)
         self._waiting: dict[int, PlayGroup] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._held_out_waiting: dict[int, PlayGroup] = {}
-        self._held_out_playing: dict[int, asyncio.Task[None]] = {}
+        self._held_out_playing: dict[int, GroupPlaces] = {}
 
     def handle(self, message: ToPlayer) -> None:
         """Take a message of the trainer."""
@@ -109,32 +109,40 @@ class GroupPlayer:
             case CancelGroup():
                 self._waiting.pop(message.group, None)
                 self._held_out_waiting.pop(message.group, None)
-                if (task := (self._playing | self._held_out_playing).get(message.group)) is not None:
+                if (task := self._playing.get(message.group)) is not None:
                     task.cancel()
 
     def _begin(self) -> None:
         """Begin the groups that came first, as long as there are places."""
-        while self._held_out_waiting and len(self._held_out_playing) < self._held_out_places and self._places.have(1):
-            self._begin_first(self._held_out_waiting, self._held_out_playing)
-        # Places that become free for an evaluation one after the other are not taken by a group meanwhile.
-        kept = min(len(self._held_out_waiting), self._held_out_places - len(self._held_out_playing))
+        while self._held_out_waiting and self._held_out_left() and self._places.have(1):
+            self._begin_first(self._held_out_waiting)
+        kept = min(len(self._held_out_waiting), self._held_out_left())
         while self._waiting:
             group = next(iter(self._waiting.values()))
-            if self._playing and not self._places.have(len(group.tasks) + kept):
+            is_only = len(self._playing) == len(self._held_out_playing)
+            if not is_only and not self._places.have(len(group.tasks) + kept):
                 return
-            self._begin_first(self._waiting, self._playing)
+            self._begin_first(self._waiting)
 
-    def _begin_first(self, waiting: dict[int, PlayGroup], playing: dict[int, asyncio.Task[None]]) -> None:
+    def _held_out_left(self) -> int:
+        """Return the number of places that held-out episodes may have and do not have."""
+        return self._held_out_most - sum(places.taken for places in self._held_out_playing.values())
+
+    def _begin_first(self, waiting: dict[int, PlayGroup]) -> None:
         group = waiting.pop(next(iter(waiting)))
         begun = GroupBegan(group=group.group, version=self._served.version, step=self._served.step)
         self._send(begun)
-        task = asyncio.ensure_future(self._play(group, begun, self._places.take(len(group.tasks))))
-        playing[group.group] = task
-        task.add_done_callback(functools.partial(self._ended, group.group, playing))
+        places = self._places.take(len(group.tasks))
+        if group.held_out is not None:
+            self._held_out_playing[group.group] = places
+        task = asyncio.ensure_future(self._play(group, begun, places))
+        self._playing[group.group] = task
+        task.add_done_callback(functools.partial(self._ended, group.group))
 
-    def _ended(self, group: int, playing: dict[int, asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        if playing.get(group) is task:
-            del playing[group]
+    def _ended(self, group: int, task: asyncio.Task[None]) -> None:
+        if self._playing.get(group) is task:
+            del self._playing[group]
+            self._held_out_playing.pop(group, None)
         self._begin()
 
     async def _play(self, group: PlayGroup, begun: GroupBegan, places: GroupPlaces) -> None:
@@ -176,7 +184,7 @@ class GroupPlayer:
         """Cancel all groups, and wait until their episodes have closed their environments."""
         self._waiting.clear()
         self._held_out_waiting.clear()
-        tasks = [*self._playing.values(), *self._held_out_playing.values()]
+        tasks = list(self._playing.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -81,29 +81,28 @@ class HeldOutPlay:
         """
         start = time.monotonic()
 
-        def goes_on(signals: list[bytes]) -> bool:
+        def held(signals: list[bytes]) -> float | None:
+            """Return the seconds of the wait, or None if the evaluation still plays. Rank 0 calls it."""
             if (playing := self._playing) is None:
-                return False  # it has ended meanwhile
+                return 0.0  # it had ended before
             playing.holds_push_since = start if before_push else None
             until = min(time.monotonic() + _LOOK_SECONDS, playing.deadline)
             self._collect(0.0)
             while self._playing is not None and (left := until - time.monotonic()) > 0:
                 self._collect(left)
-            if self._playing is None:
-                return False
             if any(signals):
                 self.end("stopped")
             elif time.monotonic() >= playing.deadline:
                 self.end("timeout")
-            elif self._servers.are_lost():
+            elif self._playing is not None and self._servers.are_lost():
                 self.end("server")
-            return self._playing is not None
+            return None if self._playing is not None else time.monotonic() - start
 
-        if not self._is_open:
-            return 0.0
+        seconds: float | None = 0.0
         while self._is_open:
-            self._is_open = self._ranks.call("HeldOutPlay.wait", goes_on, self._stop_signal)
-        return time.monotonic() - start
+            seconds = self._ranks.call("HeldOutPlay.wait", held, self._stop_signal)
+            self._is_open = seconds is None
+        return seconds or 0.0
 
     def end(self, reason: str | None) -> None:
         """Cancel the episodes that have not ended, and hand the result on, if an evaluation plays. Rank 0 calls it.

@@ -42,19 +42,20 @@ class GroupPlaces:
     def __init__(self, episodes: asyncio.Semaphore, leave: Callable[[int], None], count: int) -> None:
         self._episodes = episodes
         self._leave = leave
-        self._taken = count
+        self.taken = count
+        """Places that are not free yet."""
 
     async def __aenter__(self) -> None:
         await self._episodes.acquire()
 
     async def __aexit__(self, *_: object) -> None:
         self._episodes.release()
-        if self._taken:  # a group that began again has entered more often than it has episodes
-            self._taken -= 1
+        if self.taken:  # a group that began again has entered more often than it has episodes
+            self.taken -= 1
             self._leave(1)
 
     def leave(self) -> None:
         """Leave what is left when the group has ended."""
-        taken, self._taken = self._taken, 0
+        taken, self.taken = self.taken, 0
         if taken:
             self._leave(taken)
