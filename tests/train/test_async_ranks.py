@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.torchrun import run_ranks
 from tests.train import async_ranks
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
-from verl_server.watch.run_files import read_events
+from verl_server.watch.run_files import read_evaluations, read_events
 from verl_server.watch.run_records import GroupDone
 
 STEPS = 4
@@ -78,6 +78,16 @@ def test_what_ends_one_rank_ends_both_and_saves(policy_folder: Path, tmp_path: P
     assert sorted([*fates(out), *(progress.undone_groups or [])]) == list(range(progress.next_group or 0))
     codes, log = play("none", 2, policy_folder, out, "--resume")
     assert codes == [0, 0], log[-6000:]
+    assert fates(out) == list(range(3 * STEPS))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ranks_wait_for_an_evaluation_together(policy_folder: Path, tmp_path: Path, ranks: int) -> None:
+    out = tmp_path / "run"
+    codes, log = play("none", ranks, policy_folder, out, "--eval-every", "2", "--eval-tasks", "5")
+    assert codes == [0] * ranks, log[-6000:]
+    found = [(e.step, e.version.partition("@")[0], e.episodes, e.incomplete) for e in read_evaluations(out)]
+    assert found == [(step, str(step), 5, None) for step in (0, 2, 4)]
     assert fates(out) == list(range(3 * STEPS))
 
 

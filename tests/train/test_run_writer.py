@@ -22,6 +22,7 @@ from verl_server.files.segments import remove_oldest
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train import run_writer
 from verl_server.train.batches import MicroBatch, Sample, sampled_positions
+from verl_server.train.evaluations import best_evaluated_step
 from verl_server.train.metrics import StepMetrics, describe_rollout
 from verl_server.train.options import GRPOConfig
 from verl_server.train.rollout_report import Failure, RolloutReport
@@ -30,9 +31,10 @@ from verl_server.train.trained_record import TrainedRecord, age_of
 from verl_server.watch import run_records
 from verl_server.watch.index.line_rows import line_row
 from verl_server.watch.recorded import read_recorded
-from verl_server.watch.run_files import read_events, read_metrics, read_trained
+from verl_server.watch.run_files import read_evaluations, read_events, read_metrics, read_trained
 from verl_server.watch.run_records import (
     AnyEvent,
+    Evaluation,
     RunEvent,
     RunResumed,
     RunStarted,
@@ -62,6 +64,32 @@ def write_steps(files: RunWriter, first: int, last: int) -> None:
         files.record(metrics_of(step, files.incarnation))
         files.record_trajectories(step, [make_trajectory(0, float(step))])
         files.record_trained([trained(step)])
+
+
+def evaluation(step: int) -> Evaluation:
+    return Evaluation(
+        step=step, version="1@00000001", episodes=1, failed=0, reward=0.5, success=0.0, seconds=1.0, push_delay=0.0
+    )
+
+
+def test_evaluations_of_lost_weights_are_left_out(tmp_path: Path) -> None:
+    """The weights from which a run goes on are not lost."""
+    files = RunWriter(tmp_path, FIRST)
+    files.begin(started())
+    for step in (0, 2, 4):
+        files.record_evaluation(evaluation(step))
+        files.record_held_out(step, [make_trajectory(0, 1.0)])
+    files.close()
+    files = RunWriter(tmp_path, SECOND)
+    files.begin(resumed(2))
+    files.record_evaluation(evaluation(4))
+    files.close()
+    found = [(e.step, e.incarnation) for e in read_evaluations(tmp_path)]
+    assert found == [(0, FIRST), (2, FIRST), (4, SECOND)]
+    assert [e.step for e in read_evaluations(tmp_path, lost=True)] == [0, 2, 4, 4]
+    assert best_evaluated_step(tmp_path) == 4
+    assert not (tmp_path / "trajectories-rank0.jsonl").exists()
+    assert len((tmp_path / "held-out-rank0.jsonl").read_bytes().splitlines()) == 3
 
 
 def trained(step: int) -> TrainedTrajectory:

@@ -304,6 +304,22 @@ def test_episodes_of_a_step_that_was_not_completed(tmp_path: Path, opened: Open)
     assert index.groups("untrained")[0].fate == "untrained"
 
 
+def test_held_out_episodes_are_in_no_step(tmp_path: Path, opened: Open) -> None:
+    """An evaluation is lost if the step before it runs again, not if only the step after it does."""
+    files = writer(tmp_path)
+    write_steps(files, 0, 2)
+    for step in (0, 1, 2):
+        files.record_held_out(step, [episode(0), episode(1)])
+    files.close()
+    index = expect_same_without_index(tmp_path, opened)
+    assert [(s.name, s.episodes) for s in index.steps()] == [("0", 4), ("1", 4), ("held-out", 6)]
+    assert {group.fate for group in index.groups("held-out")} == {"held-out"}
+    writer(tmp_path, SECOND, resumed_at=1).close()
+    index = opened(tmp_path)
+    assert [(s.name, s.episodes) for s in index.steps()] == [("0", 4), ("held-out", 4)]
+    assert sorted({group.start_step for group in index.groups("held-out")}) == [0, 1]
+
+
 def test_a_file_of_rollout(tmp_path: Path, opened: Open) -> None:
     file = tmp_path / "out.jsonl"
     append_jsonl(file, [episode(n, 0, float(n)) for n in range(3)])
