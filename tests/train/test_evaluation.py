@@ -56,7 +56,7 @@ def test_the_tasks_are_no_ranks_and_no_trainings() -> None:
         ({"eval_every": -1}, "--eval-every must not be negative"),
         ({"eval_tasks": 0}, "--eval-tasks and --eval-samples must be at least 1"),
         ({"eval_timeout": 0.0}, "--eval-timeout must be more than 0"),
-        ({"eval_file": "a.jsonl"}, "--eval-file are for --agent"),
+        ({"eval_file": "a.jsonl"}, "--eval-file is for --agent"),
         ({"agent": "a", "tasks": "t.jsonl", "eval_every": 1}, "all lines of --tasks t.jsonl are trained on"),
         ({"agent": "a", "eval_file": "a.jsonl"}, "--eval-file is for --tasks FILE.jsonl"),
     ],

@@ -240,10 +240,10 @@ class TrainArgs:
         if self.agent is None:
             if self.env_url is None:
                 raise BadRequestError("--env-url is missing: name an environment server, or play with --agent.")
-            if self.tasks is not None or self.reward is not None or self.eval_file is not None:
-                raise BadRequestError(
-                    "--tasks, --reward and --eval-file are for --agent: remove them, or name an agent."
-                )
+            if self.tasks is not None or self.reward is not None:
+                raise BadRequestError("--tasks and --reward are for --agent: remove them, or name an agent.")
+            if self.eval_file is not None:
+                raise BadRequestError("--eval-file is for --agent with --tasks FILE.jsonl: remove it.")
             return
         is_file = self.tasks is not None and not is_named(self.tasks)
         if is_file and self.eval_every and self.eval_file is None:
