@@ -64,19 +64,27 @@ class Player:
         self._thread = LoopThread("player")
 
     def start(
-        self, tasks: Sequence[Task], on_finish: Any = None, *, version: str | None = None, replaces: bool = True
+        self,
+        tasks: Sequence[Task],
+        on_finish: Any = None,
+        *,
+        version: str | None = None,
+        replaces: bool = True,
+        on_group: Callable[[Rollout], None] | None = None,
     ) -> Running[Rollout]:
-        return self._thread.start(self._play(tasks, on_finish))
+        return self._thread.start(self._play(tasks, on_finish, on_group))
 
     def stranded(self, version: str | None = None) -> None:
         return None
 
-    async def _play(self, tasks: Sequence[Task], on_finish: Any) -> Rollout:
+    async def _play(self, tasks: Sequence[Task], on_finish: Any, on_group: Callable[[Rollout], None] | None) -> Rollout:
         if self.wait is not None:
             await self.wait()
         rollout = self.run(tasks, on_finish)
         for trajectory in rollout.trajectories:
             on_finish(trajectory)
+        for group in sorted({task.group for task in tasks}) if on_group is not None else []:
+            on_group(Rollout(trajectories=[t for t in rollout.trajectories if t.task.group == group], seconds=0.1))
         return rollout
 
     def run(self, tasks: Sequence[Task], on_finish: Any = None) -> Rollout:

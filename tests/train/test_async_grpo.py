@@ -354,7 +354,8 @@ def test_a_resumed_run_plays_the_undone_groups_again(policy_folder: Path, tmp_pa
         steps = run.steps(until - run.algorithm.next_step)
         assert run.rollouts.starts[: len(undone)] == undone
         assert all(step.metrics.weight_version.endswith(incarnation) for step in steps)
-        fates += run.fates
+        # A group that was dropped after the last step is undone in the checkpoint: its event is of a step that is lost.
+        fates += [fate for fate in run.fates if fate.step < until]
         progress = check_checkpoint(run.save(tmp_path))
         undone, version = progress.undone_groups or [], progress.version
         assert (progress.next_step, version) == (until, until)

@@ -46,6 +46,7 @@ RECORDS = (
     "untrained-rank*.jsonl",
     "held-out-rank*.jsonl",
     "evaluations.jsonl",
+    "journal-rank*.msgpack",
     "checkpoint-*",
     "agents/*",
 )

@@ -27,6 +27,7 @@ from verl_server.rollout.engine_pool import EnginePool, check_alike, stranded
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.faults import FaultRules
+from verl_server.rollout.group_ends import GroupEnds
 from verl_server.rollout.lockstep import play_in_lockstep
 from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.renderer import Renderer, TokenizerRenderer
@@ -52,6 +53,9 @@ class Rollout(msgspec.Struct, kw_only=True):
     """Wall time of the whole run."""
     replaced: list[Trajectory] = []
     """Episodes that the infrastructure ended and that others replaced, in the order of the replacements."""
+
+
+OnGroup = Callable[[Rollout], None]
 
 
 class AgentLoop:
@@ -159,14 +163,15 @@ class AgentLoop:
         version: str | None = None,
         slots: AbstractAsyncContextManager[object] | None = None,
         replaces: bool = True,
+        on_group: OnGroup | None = None,
     ) -> Rollout:
         """Play all tasks as `run` does, in the caller's event loop.
 
-        With `version`, episodes play only on servers whose weights satisfy it (`weight_version.satisfies`), and wait
-        without a bound of their own until there is one: the trainer, who pushes this version, looks at `stranded` and
-        brings the servers back. `slots` bounds the episodes of several calls together, in the place of
-        `max_concurrency`. Such a call is a part of a rollout: it does not raise if every generation failed. Without
-        `replaces`, no episode replaces another one.
+        `on_group` is called with the episodes of each group when all of them have ended. With `version`, episodes play
+        only on servers whose weights satisfy it (`weight_version.satisfies`), and wait without a bound of their own
+        until there is one: the trainer, who pushes this version, looks at `stranded` and brings the servers back.
+        `slots` bounds the episodes of several calls together, in the place of `max_concurrency`. Such a call is a part
+        of a rollout: it does not raise if every generation failed. Without `replaces`, no episode replaces another one.
         """
         clock = RolloutClock()
         is_part = slots is not None
@@ -175,6 +180,12 @@ class AgentLoop:
 
         left = Replacements(self._replacements if replaces else 0)
         replaced: list[Trajectory] = []
+
+        def hand_on(trajectories: list[Trajectory], replaced: list[Trajectory]) -> None:
+            if on_group is not None:
+                on_group(Rollout(trajectories=trajectories, replaced=replaced, seconds=clock()))
+
+        groups = GroupEnds(tasks, hand_on)
 
         async def is_replaced(episode: Episode) -> bool:
             """Return True if another episode takes the place of this one, which has ended. Wait before it begins."""
@@ -197,18 +208,20 @@ class AgentLoop:
                     watch.expect_replacement()
             return trajectory, another
 
-        async def play(task: Task) -> Trajectory:
+        async def play(place: int, task: Task) -> Trajectory:
             async with slots:
                 trajectory, another = await attempt(task, 0, 0.0)
                 while another:
                     replaced.append(trajectory)
+                    groups.replaced([trajectory])
                     trajectory, another = await attempt(task, trajectory.attempt + 1, trajectory.events[-1].end)
+            groups.ended(place, [trajectory])
             return trajectory
 
         restart_timeout = self.limits.restart_timeout if version is None else math.inf
         async with EnginePool(self.engines, restart_timeout, version) as server:
             with watch:
-                trajectories = await run_all(play(task) for task in tasks)
+                trajectories = await run_all(play(place, task) for place, task in enumerate(tasks))
         rollout = Rollout(trajectories=trajectories, seconds=clock(), replaced=replaced)
         return rollout if is_part else self._checked(rollout)
 
@@ -219,12 +232,14 @@ class AgentLoop:
         *,
         version: str | None = None,
         replaces: bool = True,
+        on_group: OnGroup | None = None,
     ) -> Running[Rollout]:
         """Play all tasks as `arun` does, on an event loop in another thread, and return at once.
 
-        `on_finish` is called in that thread.
+        `on_finish` and `on_group` are called in that thread.
         """
-        return self._background.start(self.arun(tasks, on_finish, version=version, replaces=replaces))
+        play = self.arun(tasks, on_finish, version=version, replaces=replaces, on_group=on_group)
+        return self._background.start(play)
 
     def stranded(self, version: str | None = None) -> str | None:
         """Return why no server can generate until somebody heals it, or None if one can. Any thread may call it.

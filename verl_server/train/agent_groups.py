@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from verl_server.engine.http import HttpServerEngineAdapter
-from verl_server.rollout.agent_loop import Rollout
+from verl_server.errors import BadRequestError
+from verl_server.rollout.agent_loop import OnGroup, Rollout
 from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
 from verl_server.rollout.agents.program import check_program
@@ -30,7 +31,9 @@ from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTas
 from verl_server.rollout.engine_pool import stranded
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
+from verl_server.rollout.group_ends import GroupEnds
 from verl_server.rollout.loop_thread import LoopThread, Running
+from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.trajectory import Event, Task, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.train.batches import check_usable
@@ -111,10 +114,12 @@ class AgentGroups:
         *,
         version: str | None = None,
         replaces: bool = True,
+        on_group: OnGroup | None = None,
     ) -> Running[Rollout]:
         """Play the tasks on an event loop in another thread, and return at once; see `arun`."""
         self._background.close()  # with what an agent of the last step left behind
-        return self._background.start(self.arun(tasks, on_finish, version=version, replaces=replaces))
+        play = self.arun(tasks, on_finish, version=version, replaces=replaces, on_group=on_group)
+        return self._background.start(play)
 
     def stranded(self, version: str | None = None) -> str | None:
         """Return why no server can generate until the trainer brings one back, or None if one can.
@@ -132,8 +137,12 @@ class AgentGroups:
         version: str | None = None,
         slots: AbstractAsyncContextManager[object] | None = None,
         replaces: bool = True,
+        on_group: OnGroup | None = None,
     ) -> Rollout:
         """Play the tasks of whole groups, which are equally large and in a row. `on_finish` is called with each branch.
+
+        `on_group` is called with the episodes of each group when all of them have ended, unless a token to train on has
+        no known log-probability.
 
         With `version`, sessions begin only on servers whose weights satisfy it. `slots` bounds the episodes of several
         calls together, in the place of `max_concurrency`. With `replaces`, episodes that the infrastructure ended are
@@ -145,10 +154,23 @@ class AgentGroups:
         replacements = self._replacements if replaces else 0
         trajectories: list[Trajectory] = []
         replaced: list[Trajectory] = []
+        clock = RolloutClock()
+
+        def hand_on(trajectories: list[Trajectory], replaced: list[Trajectory]) -> None:
+            if on_group is not None and self._is_usable(trajectories):
+                on_group(Rollout(trajectories=trajectories, replaced=replaced, seconds=clock()))
+
+        groups = GroupEnds(tasks, hand_on)
 
         def keep(episode: AgentEpisode) -> None:
-            branches = _branches(episode, tasks[episode.index * group_size + episode.member])
-            (trajectories if episode.final else replaced).extend(branches)
+            place = episode.index * group_size + episode.member
+            branches = _branches(episode, tasks[place])
+            if episode.final:
+                trajectories.extend(branches)
+                groups.ended(place, branches)
+            else:
+                replaced.extend(branches)
+                groups.replaced(branches)
             if on_finish is not None:
                 for branch in branches:
                     on_finish(branch)
@@ -177,8 +199,19 @@ class AgentGroups:
         places = {task.episode_id: place for place, task in enumerate(tasks)}
         trajectories.sort(key=lambda t: places[t.task.episode_id])  # stable: branches keep their order
         self._warn(trajectories)
-        check_usable([trajectory for trajectory in trajectories if trajectory.is_trainable], self._temperature)
+        self._check(trajectories)
         return Rollout(trajectories=trajectories, seconds=played.seconds, replaced=replaced)
+
+    def _check(self, trajectories: Sequence[Trajectory]) -> None:
+        check_usable([trajectory for trajectory in trajectories if trajectory.is_trainable], self._temperature)
+
+    def _is_usable(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Return False if the rollout of these episodes will raise BadRequestError."""
+        try:
+            self._check(trajectories)
+        except BadRequestError:
+            return False
+        return True
 
     def _warn(self, trajectories: Sequence[Trajectory]) -> None:
         """Log once for each sampling parameter that the agent set and that was overridden."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_server.rollout.trajectory import Trajectory, by_episode
+from verl_server.train.ancestors import Ancestors
 from verl_server.train.metrics import StepMetrics
 from verl_server.weight_version import WeightVersion
 
@@ -37,16 +38,22 @@ class Ages(msgspec.Struct, kw_only=True):
         return max(map(int, self.ages), default=None)
 
 
-def describe_ages(groups: Sequence[Sequence[Trajectory]], trained: WeightVersion) -> Ages:
-    """Return the ages of the episodes of `groups` when the weights `trained` are trained on them."""
+def describe_ages(
+    groups: Sequence[Sequence[Trajectory]], trained: WeightVersion, ancestors: Ancestors | None = None
+) -> Ages:
+    """Return the ages of the episodes of `groups` when the weights `trained` are trained on them.
+
+    `ancestors` place the versions of earlier starts of the run.
+    """
+    ancestors = ancestors or Ancestors()
     ages, spans = Counter[str](), Counter[str]()
     for branches in (episode for group in groups for episode in by_episode(group)):
         labels = {label for branch in branches for label in branch.weight_versions if label}
-        versions = [WeightVersion.parse(label) for label in labels]
-        numbers = [v.number for v in versions if v is not None and v.incarnation == trained.incarnation]
-        if numbers and len(numbers) == len(labels):
-            ages[str(trained.number - min(numbers))] += 1
-            spans[str(len(numbers))] += 1
+        numbers = [ancestors.number_of(label, trained.incarnation) for label in labels]
+        known = [number for number in numbers if number is not None]
+        if known and len(known) == len(labels):
+            ages[str(trained.number - min(known))] += 1
+            spans[str(len(known))] += 1
     return Ages(ages=_sorted(ages), spans=_sorted(spans))
 
 

@@ -43,6 +43,8 @@ from verl_server.train.evaluation import OnEvaluated
 from verl_server.train.gap_probe import GapProbe
 from verl_server.train.grpo import PolicyTrainer, group_advantages, make_tasks
 from verl_server.train.held_out import HeldOut
+from verl_server.train.journal import GroupJournal
+from verl_server.train.kept_groups import KeptGroups
 from verl_server.train.metrics import describe_rollout, note_learned
 from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.ranks import SaveGroup
@@ -146,12 +148,15 @@ class AsyncGRPO:
         advisor: RunAdvisor | None = None,
         incarnation: str | None = None,
         note: Callable[[RunEvent], None] = lambda event: None,
+        record: Callable[[int, Sequence[Trajectory]], None] = lambda step, trajectories: None,
+        journal: GroupJournal | None = None,
     ) -> None:
         """Prepare the run. All ranks call it together; `rollouts` is None on all but rank 0.
 
         `steps` is the number of steps of the whole run: towards its end, no group starts that no step would use.
         `drops`: do not wait for a group that becomes too old, but leave it out. `note` takes the fate of each group.
-        The others are those of `grpo.GRPO`.
+        `record` takes the episodes of groups that an earlier start of the run played, and that are trained. `journal`
+        has the groups that have finished; the rollouts write them. The others are those of `grpo.GRPO`.
         """
         self.trainer = trainer
         self.servers = servers
@@ -168,8 +173,10 @@ class AsyncGRPO:
         self._probe = GapProbe(trainer.policy, trainer.device, servers, ranks)
         self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())
         self._note = note
-        self._used: tuple[int, list[int]] = (-1, [])
-        """(step, numbers of its groups) of the step that runs or ran last."""
+        self._record = record
+        self._journal = journal
+        self._kept = KeptGroups()
+        """The groups that an earlier start of the run played. Ranks > 0 have the ancestors only."""
         self._waits: dict[str, float] = defaultdict(float)
         self._told: float = 0
         """Seconds of the present wait after which it was logged last."""
@@ -289,15 +296,16 @@ class AsyncGRPO:
         now = time.monotonic()
         results = [group.result for group in groups if group.result is not None]
         report = self._report(results, samples, now - self._last_batch)
+        report.kept_groups = sum(group.is_kept for group in groups)
         self._last_batch = now
-        ages = describe_ages([result.trajectories for result in results], self.weight_version)
+        ages = describe_ages([r.trajectories for r in results], self.weight_version, self._kept.ancestors)
         waits = dict(self._waits)
         seconds = max(report.seconds, 1e-9)
         self._use.read()
         idle = {"trainer": sum(waits.values()) / seconds} | self._use.idle(seconds)
         hits = self._use.cache_hit_rate()
         self._batch = _Batch(report, shares[0], groups, ages, waits, idle, hits, self._dropped)
-        self._used = (self.next_step, [group.number for group in groups])
+        self._buffer.use(groups, self.next_step)
         self._waits.clear()
         self._told = self._dropped = 0
         return [b"", *(_encoded(report, share) for share in shares[1:])]
@@ -331,7 +339,7 @@ class AsyncGRPO:
     def _start_groups(self) -> None:
         """Leave out the groups that are too old, and start those that may start. It neither waits nor raises."""
         assert self._rollouts is not None
-        for group in self._buffer.take_stale(self.version):
+        for group in self._buffer.take_stale(self.version, self.next_step):
             self._rollouts.cancel(group.number)
             self._dropped += 1
             self._note_fate(group, "dropped", self.next_step)
@@ -340,7 +348,9 @@ class AsyncGRPO:
             self._rollouts.serve(served)
             self._served = served
         for group in self._buffer.start(self._steps - self.next_step):
-            self._rollouts.play(PlayGroup(group=group.number, tasks=self._tasks(group.number)))
+            kept = self._kept.take(group.number)
+            if kept is None or not self._buffer.keep(group, *kept, self.version, self.next_step):
+                self._rollouts.play(PlayGroup(group=group.number, tasks=self._tasks(group.number)))
 
     def _tasks(self, number: int) -> list[Task]:
         """Return the tasks of a group: those of the synchronous run, which counts its groups in each step."""
@@ -353,8 +363,10 @@ class AsyncGRPO:
         samples = []
         for group in groups:
             assert group.result is not None and group.start is not None
-            oldest = WeightVersion(group.start, self._incarnation)
-            leave_out_other_versions(group.result.trajectories, self.weight_version, oldest)
+            ancestors = self._kept.ancestors if group.is_kept else None
+            if ancestors is not None:  # its lines are those of a start that has ended
+                self._record(group.step, [*group.result.trajectories, *group.result.replaced])
+            leave_out_other_versions(group.result.trajectories, self.weight_version, group.start, ancestors)
             for sample in group_advantages(group.result.trajectories, self.trainer.config.normalize_std):
                 samples.append(replace(sample, sampled_step=group.step))
         return samples
@@ -382,6 +394,8 @@ class AsyncGRPO:
             self._note_fate(group, fate, self.next_step - 1)
         # An error of the rollouts is raised by the next step, on all ranks: this one is complete, and must be recorded.
         self._start_groups()
+        if self._journal is not None:
+            self._journal.keep(self._buffer.needed(self._incarnation))
 
     def _note_fate(self, group: Group[Rollout], fate: GroupFate, step: int) -> None:
         start = group.start or 0
@@ -402,10 +416,9 @@ class AsyncGRPO:
     def save(self, folder: Path, reached: Progressing, saving: SaveGroup) -> None:
         """Write a checkpoint of the state `reached` into `folder`. All ranks call it.
 
-        It has the groups that are not trained, so that a resumed run plays each of them again, and none twice.
+        It has the groups that are not trained, so that a resumed run trains each of them, and none twice.
         """
-        step, used = self._used
-        trained = set(used) if reached.next_step > step else set()
+        next_group, undone = self._buffer.next_group, self._buffer.undone_at(reached.next_step)
         save_checkpoint(
             folder,
             self.trainer.policy,
@@ -414,10 +427,14 @@ class AsyncGRPO:
             version=reached.version,
             incarnation=self._incarnation,
             loss_scaling=self.trainer.scaling.state_dict(),
-            next_group=self._buffer.next_group,
-            undone_groups=[number for number in self._buffer.undone if number not in trained],
+            next_group=next_group,
+            undone_groups=undone,
+            ancestors=self._kept.ancestors.forks,
             saving=saving,
         )
+        self._buffer.note_saved(reached.version, next_group, undone)
+        if self._journal is not None:
+            self._journal.keep(self._buffer.needed(self._incarnation), at_once=True)
 
     def load(self, checkpoint: Path) -> None:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
@@ -427,7 +444,14 @@ class AsyncGRPO:
         # A synchronous run, of which this one is a fork, has trained the groups of each step in their order.
         in_order = progress.next_step * self._buffer.groups
         next_group = in_order if progress.next_group is None else progress.next_group
-        self._buffer.resume(next_group, progress.undone_groups or [])
+        undone = frozenset(progress.undone_groups or [])
+        self._buffer.resume(next_group, undone, progress.version)
+        self._kept = KeptGroups.on_first_rank(
+            self._ranks, checkpoint.parent, progress, lambda number: number >= next_group or number in undone
+        )
+        self.trainer.trained.ancestors = self._kept.ancestors
+        if self._journal is not None:
+            self._journal.base = progress.label
 
 
 def _divided(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
@@ -451,10 +475,11 @@ def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> Iterator[AsyncGRPO
     """Yield the algorithm of a run with the options `args`, and end its rollouts afterwards."""
     trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
     with contextlib.ExitStack() as stack:
-        rollouts: list[Rollouts] = []
+        rollouts, journals = list[Rollouts](), list[GroupJournal]()
 
         def open_them(_: list[bytes]) -> None:
-            rollouts.append(stack.enter_context(open_rollouts(args, parts)))
+            journals.append(stack.enter_context(contextlib.closing(GroupJournal(args.out, note=parts.files.note))))
+            rollouts.append(stack.enter_context(open_rollouts(args, parts, journals[0].put)))
 
         parts.ranks.call("open_rollouts", open_them)  # a wrong agent, say, is raised on all ranks
         yield AsyncGRPO(
@@ -469,6 +494,8 @@ def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> Iterator[AsyncGRPO
             advisor=parts.advisor,
             incarnation=parts.incarnation,
             note=parts.files.note,
+            record=parts.files.record_trajectories,
+            journal=journals[0] if journals else None,
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -59,6 +60,13 @@ class Progress:
     """The first group that has not started. Asynchronous runs only."""
     undone_groups: list[int] | None = None
     """The groups that have started and were not trained. The run starts them again when it continues."""
+    ancestors: dict[str, int] | None = None
+    """Earlier incarnation -> number of its last version from which these weights come (`ancestors`)."""
+
+    @property
+    def label(self) -> str:
+        """Label of these weights. "" if the incarnation is not known."""
+        return "" if self.incarnation is None else f"{self.version}@{self.incarnation}"
 
 
 class CheckpointError(VerlServerError):
@@ -191,6 +199,7 @@ def save_checkpoint(
     incarnation: str | None = None,
     next_group: int | None = None,
     undone_groups: list[int] | None = None,
+    ancestors: Mapping[str, int] | None = None,
     saving: SaveGroup | None = None,
 ) -> Path:
     """Write a checkpoint to a folder of its own, beside those of earlier steps, and return the folder.
@@ -198,12 +207,13 @@ def save_checkpoint(
     The folder appears when all of it is on the disk; `kept_checkpoints` removes older ones then. Do nothing if the
     newest checkpoint already is of this step.
     `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version.
-    `next_group` and `undone_groups` are those of `Progress`. `saving` has the connections to use; by default they are
-    made for this call. Raise CheckpointError on all ranks if a rank cannot write.
+    `next_group`, `undone_groups` and `ancestors` are those of `Progress`. `saving` has the connections to use; by
+    default they are made for this call. Raise CheckpointError on all ranks if a rank cannot write.
     """
     saving = saving or SaveGroup.of_all_ranks()
     folder = out / f"checkpoint-{next_step}"
-    progress = Progress(next_step, version, bool(optimizer.state), loss_scaling, incarnation, next_group, undone_groups)
+    has_state, older = bool(optimizer.state), dict(ancestors or {}) or None
+    progress = Progress(next_step, version, has_state, loss_scaling, incarnation, next_group, undone_groups, older)
 
     def begin(_: list[bytes]) -> str | None:
         return None if latest_checkpoint(out) == folder and _is_whole(folder) else str(temporary_folder(folder))

@@ -38,6 +38,7 @@ from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.evaluation import OnEvaluated, play_held_out
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
 from verl_server.train.held_out import HELD_OUT, HeldOut
+from verl_server.train.journal import GroupJournal
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.losses import mean_losses, policy_loss
 from verl_server.train.metrics import Learned, describe_rollout, note_learned
@@ -52,6 +53,7 @@ from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.server_use import ServerUse
 from verl_server.train.servers import RolloutServers
+from verl_server.train.step_journal import StepJournal, joined
 from verl_server.train.stopping import StopRequest
 from verl_server.train.trained_record import TrainedRecord
 from verl_server.weight_version import WeightVersion, new_incarnation
@@ -250,11 +252,13 @@ class GRPO:
         stop: StopRequest | None = None,
         advisor: RunAdvisor | None = None,
         incarnation: str | None = None,
+        journal: GroupJournal | None = None,
     ) -> None:
         """Prepare the run. All ranks call it together.
 
         `stop` is a request to stop, which interrupts rollouts. `advisor` judges the gap of log-probabilities.
-        `incarnation` is that of this start of the run, equal on all ranks; by default rank 0 draws one.
+        `incarnation` is that of this start of the run, equal on all ranks; by default rank 0 draws one. `journal` takes
+        the groups that have finished.
         """
         self.trainer = trainer
         self.servers = servers
@@ -272,6 +276,7 @@ class GRPO:
         self._first_group = ranks.rank * self._groups
         self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())
         self._use = ServerUse(servers.counters)
+        self._journal = StepJournal(trainer.config.groups, journal)
 
     @property
     def weight_version(self) -> WeightVersion:
@@ -307,6 +312,7 @@ class GRPO:
                 self.version = self.next_step
                 self.push()
                 metrics.sync_seconds = time.monotonic() - trained
+        self._journal.step_ended(self.next_step)
         return Step(metrics, rollout, report.failures + report.replaced, self.trainer.trained.take(step, version))
 
     def evaluate(self, held_out: HeldOut, done: OnEvaluated) -> None:
@@ -339,14 +345,17 @@ class GRPO:
             version=reached.version,
             incarnation=self._incarnation,
             loss_scaling=self.trainer.scaling.state_dict(),
+            ancestors=self._journal.ancestors.forks,
             saving=saving,
         )
+        self._journal.saved(reached.next_step)
 
     def load(self, checkpoint: Path) -> None:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
         progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer)
         self.next_step, self.version = progress.next_step, progress.version
         self.trainer.scaling.load_state_dict(progress.loss_scaling)
+        self._journal.resume(checkpoint.parent, progress)
 
     def push(self) -> None:
         """Copy the trainer's weights into the servers, as version `self.weight_version`."""
@@ -357,20 +366,24 @@ class GRPO:
 
         The episodes play in another thread. All ranks meet when the episodes of each have ended, or when a rank finds
         that no server is left. In that case, all ranks bring a server back together, and the episodes go on. A rank
-        whose episodes have ended takes part. If the rollout of one rank fails, its error is raised on all ranks.
+        whose episodes have ended takes part. If the rollout of one rank fails, its error is raised on all ranks. Groups
+        that had finished before the run was interrupted are not played again.
         """
-        tasks = make_tasks(self.next_step, self.trainer.config, self._first_group, self._groups)
-        named_weights, version = self.trainer.policy.named_weights, self.weight_version
+        step, version, named_weights = self.next_step, self.weight_version, self.trainer.policy.named_weights
+        tasks = make_tasks(step, self.trainer.config, self._first_group, self._groups)
+        kept = self._journal.take(tasks, step, version, on_finish)
+        left, on_group = [task for task in tasks if task.group not in kept], self._journal.writer(step, version)
         running: Running[Rollout] | None = None
         mine: list[tuple[Rollout, list[Sample]]] = []
 
         def play() -> bytes:
             """Return this rank's report when its episodes have ended; b"" if they need a server."""
             nonlocal running
-            running = running or self.player.start(tasks, on_finish, version=str(version))
-            if not self._ends(running, str(version)):
-                return b""
-            rollout = running.result()
+            if left:
+                running = running or self.player.start(left, on_finish, version=str(version), on_group=on_group)
+                if not self._ends(running, str(version)):
+                    return b""
+            rollout = joined(None if running is None else running.result(), kept)
             leave_out_other_versions(rollout.trajectories, version)
             samples = group_advantages(rollout.trajectories, self.trainer.config.normalize_std)
             mine[:] = [(rollout, samples)]
@@ -378,12 +391,13 @@ class GRPO:
                 rollout.trajectories,
                 len(by_episode(sample.trajectory for sample in samples)),
                 rollout.seconds,
-                step=self.next_step,
+                step=step,
                 rank=self._ranks.rank,
                 env_url=self.player.environment_url,
                 server_url=", ".join(self.servers.urls),
                 by_agent=self.player.is_agent,
                 replaced=rollout.replaced,
+                kept_groups=len(kept),
             )
             return msgspec.msgpack.encode(report)
 
@@ -410,8 +424,12 @@ class GRPO:
 def open_grpo(args: TrainArgs, parts: RunParts) -> Iterator[GRPO]:
     """Yield the algorithm of a run with the options `args`. Each rank plays its groups in a thread of its own."""
     trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
-    with open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player:
-        yield GRPO(trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation)
+    journal = GroupJournal(args.out, parts.ranks.rank, parts.ranks.size, parts.files.note)
+    with (
+        contextlib.closing(journal),
+        open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player,
+    ):
+        yield GRPO(trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation, journal)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

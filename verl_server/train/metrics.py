@@ -234,6 +234,7 @@ def describe_rollout(
         truncated=report.counts.truncated,
         prompt_tokens=report.counts.prompt_tokens,
         reusable_tokens=report.counts.reusable_tokens,
+        kept_groups=report.kept_groups,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.files.model_folder import load_tokenizer
-from verl_server.rollout.agent_loop import AgentLoop, Rollout
+from verl_server.rollout.agent_loop import AgentLoop, OnGroup, Rollout
 from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, Trajectory
@@ -37,8 +37,11 @@ class Player(Protocol):
         *,
         version: str | None = None,
         replaces: bool = True,
+        on_group: OnGroup | None = None,
     ) -> Running[Rollout]:
         """Play all tasks in another thread, in which `on_finish` is called with each trajectory that has ended.
+
+        `on_group` is called there with the episodes of each group when all of them have ended.
 
         Episodes play on servers whose weights have `version`, and wait while there is none. An episode that fails
         raises nothing: its trajectory has no reward. Without `replaces`, no other episode takes its place.

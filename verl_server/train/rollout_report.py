@@ -114,6 +114,8 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     original: Means = msgspec.field(default_factory=Means)
     """The scored episodes that replaced no other one."""
     counts: EpisodeCounts = msgspec.field(default_factory=EpisodeCounts)
+    kept_groups: int = 0
+    """Groups that an earlier start of the run played."""
 
     @property
     def mean_reward(self) -> float | None:
@@ -160,12 +162,13 @@ def report_rollout(
     server_url: str,
     by_agent: bool = False,
     replaced: Sequence[Trajectory] = (),
+    kept_groups: int = 0,
 ) -> RolloutReport:
     """Return the report of this rank's episodes. `kept` is the number of episodes that the step learns from.
 
-    `replaced` are the episodes that others replaced. The branches of an agent's episode count as one episode. An error
-    of an episode with a reward and a regular end is no failure: a limit of its session may have ended the agent with an
-    exception.
+    `replaced` are the episodes that others replaced, and `kept_groups` is the number of groups that an earlier start of
+    the run played. The branches of an agent's episode count as one episode. An error of an episode with a reward and a
+    regular end is no failure: a limit of its session may have ended the agent with an exception.
     """
     episodes = by_episode(trajectories)
     firsts = [branches[0] for branches in episodes]
@@ -212,6 +215,7 @@ def report_rollout(
         replacing=Means.of([b for b in scored if b[0].attempt]),
         original=Means.of([b for b in scored if not b[0].attempt]),
         counts=EpisodeCounts.of(episodes),
+        kept_groups=kept_groups,
     )
 
 
@@ -248,6 +252,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         replacing=sum((r.replacing for r in reports), Means()),
         original=sum((r.original for r in reports), Means()),
         counts=sum((r.counts for r in reports), EpisodeCounts()),
+        kept_groups=sum(r.kept_groups for r in reports),
     )
 
 

@@ -2,6 +2,7 @@
 
     run.json             the settings of the run
     *.jsonl              the records of the run (`run_writer`)
+    *.msgpack            groups that have finished and that no checkpoint counts as done (`journal`)
     checkpoint-STEP/     the state from which `--resume` continues (see `checkpoints`)
     model/               the trained policy as a Hugging Face folder
 
@@ -25,6 +26,7 @@ from verl_server.files.run_output import Claim, check_settings, claim_folder, re
 from verl_server.files.segments import read_segments
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint, step_of
 from verl_server.train.forks import Forked
+from verl_server.train.journal import check_journals
 from verl_server.train.run_settings import MAY_DIFFER, REMOVED
 
 logger = logging.getLogger(__name__)
@@ -134,6 +136,7 @@ class RunFolder:
         self._is_resumed = True
         discard(self.path / "model")  # as an interrupted `save_policy` left it
         step = check_checkpoint(checkpoint).next_step
+        check_journals(self.path)
         if lacking := sorted(set(range(first, step)) - _steps_before(self.path, step)):
             logger.warning(
                 "%s lacks %d of the %d steps before %s: %s. The run continues without them.",

@@ -8,7 +8,7 @@
     untrained-rankN.jsonl      trajectories of rank N that ended in a step which the run did not complete
     evaluations.jsonl          one `Evaluation` for each time that the held-out tasks were played
     held-out-rankN.jsonl       trajectories of rank N in evaluations
-    events-rankN.jsonl         segments that rank N > 0 has removed
+    events-rankN.jsonl         segments that rank N > 0 has removed, and faults of its journal
     index-rankN.sqlite         a row for each line about a trajectory of rank N (`watch.index`), for readers
 
 A file with the number of a rank is written by that rank, the others by rank 0. Lines are only appended: a resumed run
@@ -40,6 +40,7 @@ from verl_server.watch.index.row_kinds import index_of_rank
 from verl_server.watch.run_files import rank_paths
 from verl_server.watch.run_records import (
     Evaluation,
+    JournalFailed,
     Label,
     RunEvent,
     RunResumed,
@@ -115,7 +116,7 @@ class RunWriter:
 
         An event that cannot be written is logged, and does not end the run.
         """
-        if self._rank and not isinstance(event, SegmentRemoved):
+        if self._rank and not isinstance(event, SegmentRemoved | JournalFailed):
             return
         try:
             self._append_event(event)

@@ -9,23 +9,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_server.rollout.trajectory import Fault, StopReason, Trajectory, by_episode
+from verl_server.train.ancestors import Ancestors
 from verl_server.weight_version import WeightVersion
 
 
 def leave_out_other_versions(
-    trajectories: Sequence[Trajectory], newest: WeightVersion, oldest: WeightVersion | None = None
+    trajectories: Sequence[Trajectory],
+    newest: WeightVersion,
+    oldest: int | None = None,
+    ancestors: Ancestors | None = None,
 ) -> None:
     """Turn each episode with a reward into a failed one if weights sampled one of its tokens that must not have.
 
-    The weights are those of versions from `oldest` (default: `newest`) to `newest`. The branches of an agent's episode
-    fail together. Their reward is removed, so that nothing trains on them, and their error names the versions and the
-    reward.
+    The weights are those of versions from the number `oldest` (default: that of `newest`) to `newest`. `ancestors`
+    place the versions of earlier starts of the run; without them, no token may be of such a version. The branches of an
+    agent's episode fail together. Their reward is removed, so that nothing trains on them, and their error names the
+    versions and the reward.
     """
-    oldest = oldest or newest
-    expected = str(newest) if oldest == newest else f"{oldest} to {newest}"
+    ancestors, oldest = ancestors or Ancestors(), newest.number if oldest is None else oldest
+    expected = str(newest) if oldest == newest.number else f"{oldest}@{newest.incarnation} to {newest}"
+
+    def is_right(label: str) -> bool:
+        number = ancestors.number_of(label, newest.incarnation)
+        return number is not None and oldest <= number <= newest.number
+
     for branches in by_episode(trajectories):
         sampled = [v for branch in branches for v in _sampled(branch)]
-        others = [version for version in dict.fromkeys(sampled) if not _is_between(version, oldest, newest)]
+        others = [version for version in dict.fromkeys(sampled) if not is_right(version)]
         if not others or branches[0].reward is None:
             continue
         names = ", ".join(v or "(no version)" for v in others[:3]) + (", ..." if len(others) > 3 else "")
@@ -38,11 +48,6 @@ def leave_out_other_versions(
         for branch in branches:
             branch.reward, branch.stop_reason, branch.error = None, StopReason.GENERATION_ERROR, error
             branch.fault = Fault.INFRASTRUCTURE
-
-
-def _is_between(label: str, oldest: WeightVersion, newest: WeightVersion) -> bool:
-    version = WeightVersion.parse(label)
-    return version is not None and version.incarnation == newest.incarnation and oldest <= version <= newest
 
 
 def _sampled(trajectory: Trajectory) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_server.rollout.trajectory import Trajectory
+from verl_server.train.ancestors import Ancestors
 from verl_server.train.batches import MicroBatch, Sample
 from verl_server.train.losses import token_factors
 from verl_server.train.options import GRPOConfig
@@ -35,6 +36,8 @@ class _Pass:
 
 class TrainedRecord:
     def __init__(self, config: GRPOConfig) -> None:
+        self.ancestors = Ancestors()
+        """The earlier starts of the run, for ages."""
         self._config = config
         self._passes: list[_Pass] = []
         self._seen: set[int] = set()
@@ -92,7 +95,7 @@ class TrainedRecord:
                     branch=trajectory.branch,
                     attempt=trajectory.attempt,
                     advantage=sample.advantage,
-                    age=age_of(trajectory, version),
+                    age=age_of(trajectory, version, self.ancestors),
                     positions=positions,
                     logprobs=logprobs[rows],
                     entropy=entropy[rows],
@@ -103,17 +106,19 @@ class TrainedRecord:
             )
 
 
-def age_of(trajectory: Trajectory, version: str) -> int | None:
+def age_of(trajectory: Trajectory, version: str, ancestors: Ancestors | None = None) -> int | None:
     """Return the number of the label `version` minus that of the oldest sampled token's version.
 
-    Return None if no token was sampled, or if a version is a free label or of another incarnation.
+    `ancestors` place the versions of earlier starts of the run. Return None if no token was sampled, or if a version is
+    a free label or not of this run.
     """
     trained = WeightVersion.parse(version)
-    sampled = [WeightVersion.parse(label) for label in dict.fromkeys(trajectory.weight_versions) if label]
+    sampled = [label for label in dict.fromkeys(trajectory.weight_versions) if label]
     if trained is None:
         return None
-    known = [each for each in sampled if each is not None and each.incarnation == trained.incarnation]
-    return trained.number - min(known).number if known and len(known) == len(sampled) else None
+    numbers = [(ancestors or Ancestors()).number_of(label, trained.incarnation) for label in sampled]
+    known = [number for number in numbers if number is not None]
+    return trained.number - min(known) if known and len(known) == len(sampled) else None
 
 
 def _gap(distances: Tensor) -> tuple[float | None, float | None]:

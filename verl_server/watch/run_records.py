@@ -353,6 +353,21 @@ class SegmentRemoved(RunEvent, tag_field="kind", tag="segment_removed"):
     """Size of the file."""
 
 
+class JournalFailed(RunEvent, tag_field="kind", tag="journal_failed"):
+    """A group that had finished could not be written to the journal. The run goes on.
+
+    If it is killed, it plays the group again when it is resumed. Later groups are tried again, and only the first of
+    several failures in a row has an event.
+    """
+
+    rank: int
+    """Rank of the journal."""
+    file: str
+    """Name of the file."""
+    error: str
+    """Reason, such as a full disk."""
+
+
 AnyEvent: TypeAlias = (
     RunStarted
     | RunResumed
@@ -373,4 +388,5 @@ AnyEvent: TypeAlias = (
     | Alarm
     | AlarmEnded
     | SegmentRemoved
+    | JournalFailed
 )

@@ -11,6 +11,8 @@ number of groups of a step, K = `max_staleness`.
 - Deadline: a group must be used before its age exceeds K. A step waits as long as its G groups would leave more groups
   due at a later version than the steps up to it can use. The permits guarantee that G groups always suffice.
 
+Groups that an earlier start of the run played are kept under the same rules (`keep`).
+
 So no group is thrown away, and slow tasks are trained like fast ones. To throw away what comes too late is an option.
 The rule is that of tinker-cookbook (pull request 822); AReaL (Fu et al. 2025, arXiv 2505.24298) bounds the same number
 of samples, and lets groups wait in a queue without a deadline.
@@ -19,9 +21,12 @@ of samples, and lets groups wait in a queue without a deadline.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
+
+from verl_server.train.journal import GroupHead
+from verl_server.weight_version import WeightVersion
 
 T = TypeVar("T")
 
@@ -36,11 +41,14 @@ class Group(Generic[T]):
     number: int
     """Number of the group in the run, from 0 on."""
     start: int | None = None
-    """Number of the version that was served when the group began to play. None: it has not begun."""
+    """Number of the version that was served when the group began to play. None: it has not begun. For a group that an
+    earlier start of the run played, it is the place of its oldest version (`ancestors`)."""
     step: int = 0
     """Step of the trainer in which the group began to play."""
     result: T | None = None
     """Set when all episodes of the group have ended."""
+    is_kept: bool = False
+    """True if an earlier start of the run played the group."""
 
 
 class GroupBuffer(Generic[T]):
@@ -56,15 +64,49 @@ class GroupBuffer(Generic[T]):
         self._drops = drops
         self._again: list[int] = []
         self._started: dict[int, Group[T]] = {}
+        self._fates: dict[int, int] = {}
+        """Number of a group that has its fate -> the step of its event. Those of earlier steps are forgotten."""
+        self._saved: tuple[int, int, frozenset[int]] | None = None
+        """Version, `next_group` and undone groups of the last checkpoint."""
 
-    def resume(self, next_group: int, undone: Iterable[int]) -> None:
-        """Continue a run whose groups from `next_group` on have not started, and whose groups `undone` start again."""
+    def resume(self, next_group: int, undone: Iterable[int], version: int = 0) -> None:
+        """Continue from a checkpoint of `version`: groups `undone` start first, then those from `next_group` on."""
         self.next_group, self._again = next_group, sorted(undone)
+        self.note_saved(version, next_group, self._again)
 
     @property
     def undone(self) -> list[int]:
         """Numbers of all groups that have started, here or before a resume, and are not done."""
         return sorted([*self._started, *self._again])
+
+    def undone_at(self, next_step: int) -> list[int]:
+        """Return the numbers of the started groups whose fate is not of a step before `next_step`.
+
+        A run that continues with this step gives them a fate, because it has lost the events of later steps.
+        """
+        known = {*self._started, *self._again, *self._fates}
+        return sorted(number for number in known if self._fates.get(number, next_step) >= next_step)
+
+    def note_saved(self, version: int, next_group: int, undone: Iterable[int]) -> None:
+        """Note what the checkpoint says that is on the disk."""
+        self._saved = version, next_group, frozenset(undone)
+
+    def needed(self, incarnation: str) -> Callable[[GroupHead], bool]:
+        """Return a function that says if a run could use a group that has finished. Any thread may call it.
+
+        The run would continue from a checkpoint of now, or from the last one. `incarnation` is that of this start.
+        """
+        live, saved, next_group, most = frozenset(self.undone_at(0)), self._saved, self.next_group, self.max_staleness
+
+        def is_needed(head: GroupHead) -> bool:
+            if head.number in live or head.number >= next_group:
+                return True
+            if saved is None or (head.number < saved[1] and head.number not in saved[2]):
+                return False
+            began = WeightVersion.parse(head.version)
+            return began is None or began.incarnation != incarnation or began.number <= saved[0] + most
+
+        return is_needed
 
     def start(self, steps_left: int) -> list[Group[T]]:
         """Start the groups that the permits allow, and return them. They begin to play when there is room.
@@ -93,6 +135,21 @@ class GroupBuffer(Generic[T]):
         if group is not None and group.result is None:
             group.result = result
 
+    def keep(self, group: Group[T], start: int, result: T, version: int, step: int) -> bool:
+        """Finish a started group with what an earlier start of the run played. `start` is `Group.start`.
+
+        Return False, and leave the group to be played, if it or another one would become too old: too many old groups
+        may be due at once.
+        """
+        group.start = start
+        due = sorted(map(self._due, self._started.values()))
+        is_late = any(last < version + place // self.groups for place, last in enumerate(due))
+        if self._due(group) < version or (is_late and not self._drops):
+            group.start = None
+            return False
+        group.step, group.result, group.is_kept = step, result, True
+        return True
+
     def batch(self, version: int) -> list[Group[T]] | Wait:
         """Return the groups that the step at `version` uses, or what it waits for."""
         batch = [group for group in self._in_order() if group.result is not None][: self.groups]
@@ -100,14 +157,23 @@ class GroupBuffer(Generic[T]):
             return "episodes"
         return batch if self._drops or self._leaves_room(batch, version) else "deadline"
 
+    def use(self, batch: Sequence[Group[T]], step: int) -> None:
+        """Note that `step` trains on `batch`. Its groups are done when the step has ended."""
+        self._fates = {number: fate for number, fate in self._fates.items() if fate >= step}
+        self._fates |= {group.number: step for group in batch}
+
     def done(self, batch: Sequence[Group[T]]) -> None:
         """Note that the step which used `batch` has ended, and its push."""
         for group in batch:
             del self._started[group.number]
 
-    def take_stale(self, version: int) -> list[Group[T]]:
-        """Remove the groups whose age exceeds the largest one at `version`, and return them. Only with `drops`."""
+    def take_stale(self, version: int, step: int = 0) -> list[Group[T]]:
+        """Remove the groups whose age exceeds the largest one at `version`, and return them. Only with `drops`.
+
+        `step` is the one that begins, or waits.
+        """
         stale = [group for group in self._in_order() if self._drops and self._due(group) < version]
+        self._fates |= {group.number: step for group in stale}
         self.done(stale)
         return stale
 

@@ -1,8 +1,8 @@
 """`RolloutProcess`: the trainer's side of the process that plays groups (`group_player`).
 
 Rank 0 of `async_grpo` starts groups and takes finished ones. A thread receives: it writes the lines of episodes to the
-run's folder when they end, and keeps finished groups until the trainer asks. If the process ends, it is launched again,
-and the groups that it played start anew.
+run's folder when they end, hands finished groups to the journal, and keeps them until the trainer asks. If the process
+ends, it is launched again, and the groups that it played start anew.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 
 from verl_server.errors import ServerLaunchError, VerlServerError
 from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.rollout.agent_loop import Rollout
 from verl_server.train.held_out import HELD_OUT
 from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.rollouts.group_messages import (
@@ -66,18 +67,21 @@ class RolloutProcess:
         setup: PlayerSetup,
         on_episode: Callable[[bytes, tuple[Any, ...]], None],
         also: Callable[[], None] | None = None,
+        on_group: Callable[[int, str, int, Rollout], None] | None = None,
         *,
         environment_url: str = "",
         is_agent: bool = False,
     ) -> None:
         """Start the process, and wait until it is ready.
 
-        `on_episode` is called in another thread with the line and the row of each episode that ends. `also` is called
-        several times a second during the start, and may raise to give it up. Raise ServerLaunchError if the process
+        `on_episode` is called in another thread with the line and the row of each episode that ends, and `on_group`
+        there with (number, version and step with which it began, episodes) of each group. `also` is called several
+        times a second during the start, and may raise to give it up. Raise ServerLaunchError if the process
         cannot start; the error has the reason (a wrong agent, say).
         """
         self._setup = setup
         self._on_episode = on_episode
+        self._on_group = on_group
         self._also = also
         self.environment_url = environment_url
         self.is_agent = is_agent
@@ -180,7 +184,7 @@ class RolloutProcess:
             self._connection.close()
             self._child.terminate(grace=0)
             raise
-        self._inbox = _Inbox(self._connection, self._on_episode)
+        self._inbox = _Inbox(self._connection, self._on_episode, self._on_group)
         self._has_ended = False
 
     def _relaunch(self) -> None:
@@ -209,11 +213,18 @@ class RolloutProcess:
 class _Inbox:
     """The thread that receives what a rollout process sends."""
 
-    def __init__(self, connection: Connection, on_episode: Callable[[bytes, tuple[Any, ...]], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        on_episode: Callable[[bytes, tuple[Any, ...]], None],
+        on_group: Callable[[int, str, int, Rollout], None] | None,
+    ) -> None:
         self.groups: queue.SimpleQueue[GroupBegan | GroupEnded | Exception | None] = queue.SimpleQueue()
         """The groups that have begun and ended; an error of `on_episode`; None when the process has ended."""
         self._connection = connection
         self._on_episode = on_episode
+        self._on_group = on_group
+        self._begun: dict[int, GroupBegan] = {}
         self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._receive, name="rollout-inbox", daemon=True)
         self._thread.start()
@@ -239,21 +250,35 @@ class _Inbox:
                 message = msgspec.msgpack.decode(data, type=FromPlayer)
                 if isinstance(message, EpisodeEnded):
                     self._on_episode(message.line, message.row)
+                elif isinstance(message, GroupBegan):
+                    self._begun[message.group] = message
+                elif isinstance(message, GroupEnded):
+                    self._hand_on(message)
             except Exception as error:  # a full disk, say
                 self.groups.put(error)
                 return
             if isinstance(message, GroupBegan | GroupEnded):
                 self.groups.put(message)
 
+    def _hand_on(self, ended: GroupEnded) -> None:
+        """Hand a finished group on before the trainer takes it, who changes the episodes that it leaves out."""
+        begun = self._begun.pop(ended.group, None)
+        is_trained = ended.group < HELD_OUT
+        if self._on_group is not None and is_trained and begun is not None and ended.rollout is not None:
+            self._on_group(ended.group, begun.version, begun.step, ended.rollout)
+
 
 @contextlib.contextmanager
-def open_rollouts(args: AsyncTrainArgs, parts: RunParts) -> Iterator[RolloutProcess]:
+def open_rollouts(
+    args: AsyncTrainArgs, parts: RunParts, on_group: Callable[[int, str, int, Rollout], None]
+) -> Iterator[RolloutProcess]:
     """Yield the rollout process of a run. Rank 0 calls it when the servers are up."""
     setup = PlayerSetup(args=encode_args(args), urls=parts.servers.urls, keys=parts.keys, incarnation=parts.incarnation)
     rollouts = RolloutProcess(
         setup,
         parts.files.record_line,
         parts.stop.check,
+        on_group,
         environment_url=args.env_url or args.tasks or "",
         is_agent=args.agent is not None,
     )

@@ -1,0 +1,99 @@
+"""`StepJournal`: the finished groups of a synchronous run on one rank.
+
+`grpo` plays the groups of a step under the step's weights, and a resumed run has no other weights. So it keeps groups
+of the step with which it continues, if exactly the weights of the checkpoint sampled them, and plays the others. What
+it trains is then what the run would have trained without the interruption, bit for bit.
+
+Groups are named by their numbers, and each rank reads the journals of all ranks. So a run may continue on another
+number of ranks. Only groups in journals that the rank cannot see, on another machine, are played again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.train.ancestors import Ancestors
+from verl_server.train.checkpoints import Progress
+from verl_server.train.journal import GroupHead, GroupJournal
+from verl_server.train.kept_groups import KeptGroups, relabel
+from verl_server.weight_version import WeightVersion
+
+
+class StepJournal:
+    def __init__(self, groups: int, journal: GroupJournal | None = None) -> None:
+        """Take `groups`, the number of groups of a step on all ranks. Without `journal`, nothing is written."""
+        self.ancestors = Ancestors()
+        """The earlier starts of the run."""
+        self._groups = groups
+        self._journal = journal
+        self._kept = KeptGroups()
+        self._saved_step = -1
+        """Step with which a run continues that resumes from the last checkpoint."""
+
+    def resume(self, folder: Path, progress: Progress) -> None:
+        """Read the groups of the step with which a run continues. Raise BadRequestError if a journal is damaged."""
+        self.ancestors = Ancestors.of(progress)
+        step = self._saved_step = progress.next_step
+        self._kept = KeptGroups.read(folder, self.ancestors, lambda number: number // self._groups == step)
+        if self._journal is not None:
+            self._journal.base = progress.label
+
+    def take(
+        self,
+        tasks: Sequence[Task],
+        step: int,
+        version: WeightVersion,
+        on_finish: Callable[[Trajectory], None] | None = None,
+    ) -> dict[int, Rollout]:
+        """Return group -> its episodes of the groups of `tasks` that need not be played in `step`.
+
+        `on_finish` is called with each of their trajectories.
+        """
+        found = {group: self._kept.take(step * self._groups + group) for group in {task.group for task in tasks}}
+        kept = {group: k.rollout for group, k in sorted(found.items()) if k is not None and k.start == version.number}
+        relabel(kept.values(), self._kept.ancestors, version)
+        for trajectory in (t for rollout in kept.values() for t in (*rollout.replaced, *rollout.trajectories)):
+            if on_finish is not None:
+                on_finish(trajectory)
+        return kept
+
+    def writer(self, step: int, version: WeightVersion) -> Callable[[Rollout], None] | None:
+        """Return what takes each group of `step` that has finished."""
+        if (journal := self._journal) is None:
+            return None
+
+        def write(rollout: Rollout) -> None:
+            journal.put(step * self._groups + rollout.trajectories[0].task.group, str(version), step, rollout)
+
+        return write
+
+    def step_ended(self, next_step: int) -> None:
+        """Remove the groups of which no checkpoint would make use any more."""
+        steps = self._saved_step, next_step
+        self._keep(lambda head: head.number // self._groups in steps, at_once=False)
+
+    def saved(self, next_step: int) -> None:
+        """Remove the groups that the checkpoint of `next_step`, which is on the disk, counts as done."""
+        self._saved_step = next_step
+        self._keep(lambda head: head.number // self._groups >= next_step, at_once=True)
+
+    def _keep(self, is_needed: Callable[[GroupHead], bool], at_once: bool) -> None:
+        if self._journal is not None:
+            self._journal.keep(is_needed, at_once=at_once)
+
+
+def joined(played: Rollout | None, kept: dict[int, Rollout]) -> Rollout:
+    """Return the episodes of a step in the order of its tasks, which is that of the groups."""
+    parts = [*kept.values()] if played is None else [played, *kept.values()]
+
+    def in_order(trajectories: list[Trajectory]) -> list[Trajectory]:
+        return sorted(trajectories, key=lambda trajectory: trajectory.task.group)  # stable within a group
+
+    return Rollout(
+        trajectories=in_order([t for part in parts for t in part.trajectories]),
+        replaced=[t for part in parts for t in part.replaced],
+        seconds=max(part.seconds for part in parts),
+    )
