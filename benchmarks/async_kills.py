@@ -13,7 +13,6 @@ the run. The exit status is 1 if a group has two fates or none, or if the run di
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import json
@@ -30,8 +29,8 @@ from typing import Any
 
 import tyro
 
+from benchmarks.group_fates import group_fates
 from benchmarks.processes import process_tree
-from verl_server.train.checkpoints import latest_checkpoint
 from verl_server.train.demo import make_policy_folder
 
 _VICTIMS = {
@@ -153,13 +152,6 @@ def _steps(args: Args) -> list[dict[str, Any]]:
 
 def _figures(args: Args) -> dict[str, Any]:
     steps = _steps(args)
-    lines = (args.out / "run" / "events.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    fates = collections.Counter(event["group"] for event in events if event["kind"] == "group_done")
-    checkpoint = latest_checkpoint(args.out / "run")
-    state = {} if checkpoint is None else json.loads((checkpoint / "run.json").read_text())
-    undone = set(state.get("undone_groups") or [])
-    expected = set(range(state.get("next_group") or 0))
     pauses = [after["time"] - before["time"] for before, after in itertools.pairwise(steps)]
     return {
         "steps": len(steps),
@@ -167,14 +159,9 @@ def _figures(args: Args) -> dict[str, Any]:
         "longest_between_steps": round(max(pauses, default=0.0), 1),
         "median_between_steps": round(statistics.median(pauses or [0.0]), 2),
         "age_max": max((step["age_max"] or 0 for step in steps), default=0),
-        "groups": len(expected),
-        "fates": dict(collections.Counter(e["fate"] for e in events if e["kind"] == "group_done"))
-        | {"undone": len(undone)},
-        "twice": sorted(g for g, count in fates.items() if count > 1 or g in undone),
-        "lost": sorted(expected - set(fates) - undone),
         "failed_episodes": sum(step["failed"] for step in steps),
         "replaced_episodes": sum(step["replaced"] for step in steps),
-    }
+    } | group_fates(args.out / "run")
 
 
 if __name__ == "__main__":

@@ -205,7 +205,10 @@ class ScriptedGroups:
         self.rewards: Callable[[int, int], float | None] = lambda group, member: float(member % 2)
         self.playing: dict[int, tuple[PlayGroup, str]] = {}
         """Groups that play, each with the label of the weights when it began."""
+        self.finished: Callable[[int, str, int, Rollout], None] = lambda *_: None
+        """Takes a group that has ended, as the `on_group` of a `RolloutProcess`."""
         self._begun: list[GroupBegan | GroupEnded] = []
+        self._steps: dict[int, int] = {}
         self._now = NowServed(version="", step=0)
         self.starts: list[int] = []
         self.cancelled: list[int] = []
@@ -217,6 +220,7 @@ class ScriptedGroups:
         assert group.group not in self.playing and self._now.version == self.served()
         self.starts.append(group.group)
         self.playing[group.group] = (group, self._now.version)
+        self._steps[group.group] = self._now.step
         self._begun.append(GroupBegan(group=group.group, version=self._now.version, step=self._now.step))
 
     def cancel(self, group: int) -> None:
@@ -229,8 +233,9 @@ class ScriptedGroups:
 
     def _end(self, number: int) -> GroupEnded:
         group, began = self.playing.pop(number)
-        trajectories = [self._trajectory(task, began, number) for task in group.tasks]
-        return GroupEnded(group=number, rollout=Rollout(trajectories=trajectories, seconds=0.1))
+        rollout = Rollout(trajectories=[self._trajectory(task, began, number) for task in group.tasks], seconds=0.1)
+        self.finished(number, began, self._steps[number], rollout)
+        return GroupEnded(group=number, rollout=rollout)
 
     def _trajectory(self, task: Task, began: str, group: int) -> Trajectory:
         trajectory = Trajectory(task=task, member=task.member)

@@ -395,7 +395,7 @@ class AsyncGRPO:
         # An error of the rollouts is raised by the next step, on all ranks: this one is complete, and must be recorded.
         self._start_groups()
         if self._journal is not None:
-            self._journal.keep(self._buffer.needed(self._incarnation))
+            self._journal.keep(self._buffer.needed(self.next_step, self._incarnation))
 
     def _note_fate(self, group: Group[Rollout], fate: GroupFate, step: int) -> None:
         start = group.start or 0
@@ -434,7 +434,7 @@ class AsyncGRPO:
         )
         self._buffer.note_saved(reached.version, next_group, undone)
         if self._journal is not None:
-            self._journal.keep(self._buffer.needed(self._incarnation), at_once=True)
+            self._journal.keep(self._buffer.needed(reached.next_step, self._incarnation), at_once=True)
 
     def load(self, checkpoint: Path) -> None:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""

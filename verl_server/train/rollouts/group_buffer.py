@@ -91,12 +91,13 @@ class GroupBuffer(Generic[T]):
         """Note what the checkpoint says that is on the disk."""
         self._saved = version, next_group, frozenset(undone)
 
-    def needed(self, incarnation: str) -> Callable[[GroupHead], bool]:
+    def needed(self, next_step: int, incarnation: str) -> Callable[[GroupHead], bool]:
         """Return a function that says if a run could use a group that has finished. Any thread may call it.
 
-        The run would continue from a checkpoint of now, or from the last one. `incarnation` is that of this start.
+        The run would continue with `next_step`, or from the last checkpoint. `incarnation` is that of this start.
         """
-        live, saved, next_group, most = frozenset(self.undone_at(0)), self._saved, self.next_group, self.max_staleness
+        live, next_group = frozenset(self.undone_at(next_step)), self.next_group
+        saved, most = self._saved, self.max_staleness
 
         def is_needed(head: GroupHead) -> bool:
             if head.number in live or head.number >= next_group:
