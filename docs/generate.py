@@ -72,7 +72,12 @@ RUN_FILES = (
     ("`untrained-rankN.jsonl`", "a trajectory that ended in a step which the run did not complete", "rank N"),
     ("`evaluations.jsonl`", "an evaluation on held-out tasks: [Evaluation](#evaluation)", "rank 0"),
     ("`held-out-rankN.jsonl`", "a trajectory of an evaluation: [Label](#label) and Trajectory", "rank N"),
-    ("`events-rankN.jsonl`", "a segment that rank N > 0 has removed: [SegmentRemoved](#segmentremoved)", "rank N"),
+    ("`journal-rankN.msgpack`", "a [group that had finished](../checkpoints.md#groups-that-had-finished)", "rank N"),
+    (
+        "`events-rankN.jsonl`",
+        "an event of rank N > 0: [SegmentRemoved](#segmentremoved) or [JournalFailed](#journalfailed)",
+        "rank N",
+    ),
     ("`index-rankN.sqlite`", "no record: the [index](../runs.md#the-files-of-a-training-run) of these files", "rank N"),
 )
 SECTIONS = {

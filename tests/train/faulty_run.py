@@ -26,6 +26,7 @@ from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train import grpo, run_end
 from verl_server.train import run as run_module
 from verl_server.train.grpo import GRPO, PolicyTrainer
+from verl_server.train.journal import GroupJournal
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.policy import Policy
 from verl_server.train.run_writer import RunWriter
@@ -198,6 +199,25 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
                         await asyncio.sleep(600)
 
             player.wait = stubborn
+        case "SIGKILL in training":  # between two optimizer steps; all groups are in the journal
+            journals: list[GroupJournal] = []
+
+            class Noted(GroupJournal):
+                def __init__(self, *arguments: Any) -> None:
+                    super().__init__(*arguments)
+                    journals.append(self)
+
+            patch(grpo, "GroupJournal", Noted)
+
+            def killed(policy: Policy, *arguments: Any, **settings: Any) -> Any:
+                if torch.is_grad_enabled() and step["now"] == STEP:
+                    calls["passes"] += 1
+                    if calls["passes"] == 2:
+                        journals[0].close()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                return forward(policy, *arguments, **settings)
+
+            patch(Policy, "forward", killed)
         case "two signals":
 
             def signalled_twice(*_: Any) -> None:

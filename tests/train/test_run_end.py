@@ -29,7 +29,7 @@ from verl_server.watch.run_files import read_events
 from verl_server.watch.run_records import Alarm, CheckpointSaved, RunEnded
 
 STEPS = 4
-ENDS_THE_PROCESS = ("SIGTERM, but the rollout goes on", "SIGKILL in rollout", "two signals")
+ENDS_THE_PROCESS = ("SIGTERM, but the rollout goes on", "SIGKILL in rollout", "SIGKILL in training", "two signals")
 SETTINGS = ["--env-url", "http://nowhere", "--no-chat", "--device", "cpu", "--retry-pause", "0", "--steps", str(STEPS)]
 SETTINGS += ["--grpo.groups", "2", "--grpo.group-size", "4", "--grpo.minibatches", "2", "--grpo.epochs", "1"]
 SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--save-every", "1", "--save-timeout", "20"]
@@ -191,6 +191,23 @@ def test_a_step_without_a_sampled_token_says_so(reference: Reference, tmp_path: 
     assert "in 8 of 8 episodes the policy sampled no token. No request of the agent was answered in its session" in log
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [(m["unsampled"], m["reward"], m["trainable"]) for m in metrics] == [(8, None, 0)] * 2
+
+
+@pytest.mark.parametrize(("ranks", "later"), at_depth([(1, 1), (2, 2), (2, 1)], quick=2))
+def test_the_groups_of_a_step_that_was_killed_are_not_played_again(
+    reference: Reference, tmp_path: Path, ranks: int, later: int
+) -> None:
+    """Rank 0 is killed between two optimizer steps. Another rank may be killed before its groups are on the disk."""
+    out, model = tmp_path / "run", reference.model(True)
+    codes = play("SIGKILL in training", 0, ranks, model, out)
+    assert codes[0] == -signal.SIGKILL, log_of(out).read_text()[-6000:]
+    assert next_step(out) == 2
+    assert play("none", 0, later, model, out, "--resume") == [0] * later, log_of(out).read_text()[-6000:]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    kept = {line["step"]: line["kept_groups"] for line in lines}
+    assert kept[3] == 0 and kept[2] in ((2,) if ranks == 1 else (1, 2))
+    straight, resumed = reference.weights(ranks, "float32", True), weights(out)
+    assert ranks != later or all(torch.equal(resumed[name], straight[name]) for name in straight)
 
 
 KEPT = {"torn": 1, "disk": 1, "SIGKILL in rollout": -signal.SIGKILL, "two signals": -signal.SIGTERM}
