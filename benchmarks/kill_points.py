@@ -46,6 +46,8 @@ from verl_server.watch.run_records import StepBegan, StepEnded
 _GROUPS = 8
 _CALLS = {"save": 2, "before rename": 2, "after rename": 2, "push": 4, "journal": 19, "compaction": 2, "optimizer": 14}
 """Point -> the call in which the trainer dies: in its third or fourth step."""
+_ASYNC_CALLS = _CALLS | {"journal": 30}
+"""The same of the asynchronous trainer, which has played the groups of three steps before its first one ends."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Case:
         }
         if self.trainer == "async_grpo":
             options["--max-staleness"] = self.args.max_staleness
-        words = [point, str(_CALLS.get(point, 0)), self.trainer]
+        calls = _ASYNC_CALLS if self.trainer == "async_grpo" else _CALLS
+        words = [point, str(calls.get(point, 0)), self.trainer]
         words += [str(word) for option in options.items() for word in option] + ["--no-chat", *more]
         command = [sys.executable, "-m", "benchmarks.killed_trainer", *words]
         if self.args.ranks > 1:
