@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from verl_server.train.journal import GroupHead
 from verl_server.train.rollouts.group_buffer import Group, GroupBuffer
 
 
@@ -199,3 +200,50 @@ def test_what_a_dropped_group_brings_is_ignored() -> None:
     buffer.finish(group.number, "first")
     buffer.finish(group.number, "again")
     assert group.number == 1 and group.result == "first"
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_old_groups_are_kept_only_as_far_as_the_steps_can_use_them(drops: bool) -> None:
+    buffer: GroupBuffer[str] = GroupBuffer(2, 1, drops=drops)
+    buffer.resume(4, [0, 1, 2, 3], version=5)
+    first, second, third, fourth = buffer.start(9)
+    assert not buffer.keep(first, 3, "too old", 5, 7)
+    assert buffer.keep(first, 4, "due now", 5, 7) and buffer.keep(second, 4, "due now", 5, 7)
+    # The step at 5 uses two groups. Without dropping, a third one that is due has no step.
+    assert buffer.keep(third, 4, "due now", 5, 7) == drops
+    assert buffer.keep(fourth, 5, "due later", 5, 7)
+    assert (third.is_kept, third.start, third.result) == ((True, 4, "due now") if drops else (False, None, None))
+    assert (fourth.is_kept, fourth.step, fourth.start) == (True, 7, 5)
+    assert buffer.batch(5) == [first, second]
+
+
+def test_a_group_that_was_dropped_in_a_step_that_is_lost_is_undone() -> None:
+    buffer: GroupBuffer[str] = GroupBuffer(1, 0, drops=True)
+    (group,) = started(buffer, 0, 9)
+    assert buffer.take_stale(1, step=3) == [group] and buffer.undone == []
+    assert buffer.undone_at(3) == [0] and buffer.undone_at(4) == []
+    (other,) = started(buffer, 1, 9)
+    buffer.finish(other.number, "result")
+    buffer.use([other], 3)
+    assert buffer.undone_at(3) == [0, 1] and buffer.undone_at(4) == []
+    buffer.done([other])
+    assert buffer.undone_at(4) == []
+
+
+def test_the_journal_needs_what_is_undone_now_or_in_the_checkpoint() -> None:
+    buffer: GroupBuffer[str] = GroupBuffer(1, 1)
+    buffer.resume(3, [1], version=4)
+    (first, second) = started(buffer, 4, 9)
+    buffer.finish(first.number, "result")
+    buffer.use([first], 6)
+    buffer.done([first])
+    is_needed = buffer.needed(7, "aaaaaaaa")
+
+    def needed(number: int, version: str) -> bool:
+        return is_needed(GroupHead(number=number, version=version))
+
+    assert second.number == 3
+    assert not needed(0, "3@aaaaaaaa") and not needed(2, "3@aaaaaaaa")  # done in the checkpoint
+    assert needed(1, "5@aaaaaaaa") and needed(1, "9@bbbbbbbb")  # undone in it
+    assert not needed(1, "6@aaaaaaaa")  # too far from it
+    assert needed(3, "9@aaaaaaaa") and needed(4, "9@aaaaaaaa")
