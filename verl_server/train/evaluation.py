@@ -24,9 +24,9 @@ from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled
 from verl_server.train.evaluations import best_evaluated_step
 from verl_server.train.held_out import HeldOut
-from verl_server.train.metrics import RolloutReport, count_errors, merge_reports, report_rollout
 from verl_server.train.options import TrainArgs
 from verl_server.train.players import Player
+from verl_server.train.rollout_report import RolloutReport, count_errors, merge_reports, report_rollout
 from verl_server.train.run_writer import RunWriter
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.servers import NamedWeights, RolloutServers

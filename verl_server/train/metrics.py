@@ -176,6 +176,8 @@ class StepMetrics:
     the servers. None in the first step, and if no server tells."""
     not_finite: list[str] = field(default_factory=list)
     """Names of the figures that were not finite, such as losses.kl. JSON has null in their places."""
+    kept_groups: int = 0
+    """Groups that an earlier start of the run had played, and that were not played again (docs/checkpoints.md)."""
 
     @property
     def phases(self) -> dict[str, float]:
