@@ -83,7 +83,8 @@ class Player:
             await self.wait()
         rollout = self.run(tasks, on_finish)
         for trajectory in rollout.trajectories:
-            on_finish(trajectory)
+            if on_finish is not None:
+                on_finish(trajectory)
         for group in sorted({task.group for task in tasks}) if on_group is not None else []:
             on_group(Rollout(trajectories=[t for t in rollout.trajectories if t.task.group == group], seconds=0.1))
         return rollout

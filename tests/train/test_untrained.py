@@ -14,6 +14,7 @@ from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import Trajectory, read_jsonl
 from verl_server.train.checkpoints import Progress, write_progress
+from verl_server.train.evaluation import Evaluations
 from verl_server.train.options import TrainArgs
 from verl_server.train.run import _run_steps
 from verl_server.train.run_folder import RunFolder
@@ -41,9 +42,11 @@ def end(folder: Path, is_trained: bool = False) -> Run:
     run: Any = Run(is_trained)
     saving: Any = None
     advisor: Any = None
+    ranks: Any = None
     args = TrainArgs(model_path="unused", env_url="http://unused", steps=9)
     with pytest.raises(RunStoppedError):
-        _run_steps(args, run, RunWriter(folder, "00000001"), StopRequest(), saving, advisor)
+        files = RunWriter(folder, "00000001")
+        _run_steps(args, run, files, StopRequest(), saving, advisor, Evaluations(args, files, ranks))
     return run
 
 

@@ -15,7 +15,7 @@ from verl_server.watch.index.row_kinds import indexed_files, row_of_line
 RECORDED = Path(__file__).parent / "recorded_run"
 """Lines of a run: an attempt after a failure, an agent's branches and sub-agent, versions of several forms, a large
 seed, a step that was not completed, and what the trainer recorded."""
-DIGESTS = {1: "624cf839fb50cbd3"}
+DIGESTS = {1: "624cf839fb50cbd3", 2: "5ddbd1426f8d331c"}
 """Version -> digest of the tables and of the rows of `RECORDED`."""
 
 
