@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.durable import discard, flush, publish, temporary_folder
 from verl_server.files.json_files import convert, read_json
+from verl_server.train.critic import Critic
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup
 
@@ -62,11 +64,18 @@ class Progress:
     """The groups that have started and were not trained. The run starts them again when it continues."""
     ancestors: dict[str, int] | None = None
     """Earlier incarnation -> number of its last version from which these weights come (`ancestors`)."""
+    further: dict[str, bool] | None = None
+    """Name of each further model (PPO's critic) -> whether its optimizer has a state. Absent if there is none."""
 
     @property
     def label(self) -> str:
         """Label of these weights. "" if the incarnation is not known."""
         return "" if self.incarnation is None else f"{self.version}@{self.incarnation}"
+
+
+Model = Policy | Critic
+Trained = tuple[Model, torch.optim.Optimizer]
+"""A model and its optimizer."""
 
 
 class CheckpointError(VerlServerError):
@@ -193,6 +202,7 @@ def save_checkpoint(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     *,
+    further: Mapping[str, Trained] = MappingProxyType({}),
     next_step: int,
     version: int,
     loss_scaling: dict[str, Any] | None = None,
@@ -205,7 +215,7 @@ def save_checkpoint(
     """Write a checkpoint to a folder of its own, beside those of earlier steps, and return the folder.
 
     The folder appears when all of it is on the disk; `kept_checkpoints` removes older ones then. Do nothing if the
-    newest checkpoint already is of this step.
+    newest checkpoint already is of this step. `further` are models beside the policy, by name.
     `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version.
     `next_group`, `undone_groups` and `ancestors` are those of `Progress`. `saving` has the connections to use; by
     default they are made for this call. Raise CheckpointError on all ranks if a rank cannot write.
@@ -214,6 +224,8 @@ def save_checkpoint(
     folder = out / f"checkpoint-{next_step}"
     has_state, older = bool(optimizer.state), dict(ancestors or {}) or None
     progress = Progress(next_step, version, has_state, loss_scaling, incarnation, next_group, undone_groups, older)
+    if further:
+        progress = replace(progress, further={name: bool(own.state) for name, (_, own) in further.items()})
 
     def begin(_: list[bytes]) -> str | None:
         return None if latest_checkpoint(out) == folder and _is_whole(folder) else str(temporary_folder(folder))
@@ -228,7 +240,9 @@ def save_checkpoint(
         unfinished = saving.ranks.call("save_checkpoint", begin)
         if unfinished is None:
             return folder
-        state = _state_to_save(policy, optimizer, progress)
+        state: dict[str, Any] = {}
+        for prefix, model, own, has_state in _parts((policy, optimizer), further, progress):
+            state |= _state_to_save(prefix, model, own, has_state)
         state_dict_saver.save(state, checkpoint_id=unfinished, process_group=saving.process_group)
         saving.ranks.call("save_checkpoint: finish", finish)
     except (CheckpointException, BadRequestError, OSError) as error:
@@ -241,23 +255,47 @@ def save_checkpoint(
     return folder
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore model and optimizer in place, and return the progress of the run.
+def load_checkpoint(
+    folder: Path,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    further: Mapping[str, Trained] = MappingProxyType({}),
+) -> Progress:
+    """Restore the models and their optimizers in place, and return the progress of the run.
 
-    `check_checkpoint` has read all files before. Raise BadRequestError if they cannot be read.
+    `further` are those of `save_checkpoint`. `check_checkpoint` has read all files before. Raise BadRequestError if
+    they cannot be read, or if they have other models.
     """
     progress = _progress(_read_values(folder), folder)
-    state = _state_to_load(policy, optimizer, progress)
+    if (found := set(progress.further or {})) != set(further):
+        raise BadRequestError(
+            f"The checkpoint {folder} has the models {sorted({'policy', *found})}, and this run has "
+            f"{sorted({'policy', *further})}. Continue it with the command that began it."
+        )
+    parts = list(_parts((policy, optimizer), further, progress))
+    state: dict[str, Any] = {}
+    for prefix, model, own, has_state in parts:
+        state |= _state_to_load(prefix, model, own, has_state)
     try:
         state_dict_loader.load(state, checkpoint_id=folder)
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise BadRequestError(f"The checkpoint {folder} cannot be read: {type(reason).__name__}: {reason}") from error
-    # Each tied parameter is there once, so "strict" would miss its other name.
-    set_model_state_dict(policy, state["model"], options=StateDictOptions(strict=False))
-    if progress.has_optimizer_state:
-        set_optimizer_state_dict(policy, optimizer, state["optimizer"])
+    for prefix, model, own, has_state in parts:
+        # Each tied parameter is there once, so "strict" would miss its other name.
+        set_model_state_dict(model, state[f"{prefix}model"], options=StateDictOptions(strict=False))
+        if has_state:
+            set_optimizer_state_dict(model, own, state[f"{prefix}optimizer"])
     return progress
+
+
+def _parts(
+    first: Trained, further: Mapping[str, Trained], progress: Progress
+) -> Iterator[tuple[str, Model, torch.optim.Optimizer, bool]]:
+    """Yield (prefix of the keys, model, optimizer, whether it has a state) of the policy, then of the others."""
+    yield "", *first, progress.has_optimizer_state
+    for name, trained in further.items():
+        yield f"{name}.", *trained, (progress.further or {})[name]
 
 
 def _is_whole(folder: Path) -> bool:
@@ -268,25 +306,29 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _state_to_load(policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
+def _state_to_load(
+    prefix: str, model: Model, optimizer: torch.optim.Optimizer, has_optimizer_state: bool
+) -> dict[str, Any]:
     """Return the state dictionaries to fill, in this rank's shards. torch creates a missing state of the optimizer."""
-    names = {f"language_model.{name}" for name, _ in policy.stored_weights()}
-    state: dict[str, Any] = {"model": {n: value for n, value in get_model_state_dict(policy).items() if n in names}}
-    if progress.has_optimizer_state:
-        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)
+    names = {name for name, _ in model.checkpoint_weights()}
+    values = {name: value for name, value in get_model_state_dict(model).items() if name in names}
+    state: dict[str, Any] = {f"{prefix}model": values}
+    if has_optimizer_state:
+        state[f"{prefix}optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
 
 
-def _state_to_save(policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
+def _state_to_save(
+    prefix: str, model: Model, optimizer: torch.optim.Optimizer, has_optimizer_state: bool
+) -> dict[str, Any]:
     """Return the same dictionaries from the stored parameters, which are also right after an error inside a pass."""
-    names: dict[torch.Tensor, str] = {p: f"language_model.{name}" for name, p in policy.stored_weights()}
-    model = {name: parameter.detach() for parameter, name in names.items()}
-    state: dict[str, Any] = {"model": model}
-    if progress.has_optimizer_state:
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.checkpoint_weights()}
+    state: dict[str, Any] = {f"{prefix}model": {name: parameter.detach() for parameter, name in names.items()}}
+    if has_optimizer_state:
         groups = [
             group | {"params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
         ]
-        state["optimizer"] = {
+        state[f"{prefix}optimizer"] = {
             "state": {names[parameter]: dict(values) for parameter, values in optimizer.state.items()},
             "param_groups": groups,
         }

@@ -7,6 +7,8 @@ weights and casts them for each pass. `load_policy` and `save_policy` read and w
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,10 @@ class Policy(nn.Module):
         """
         return self._stored or list(self.language_model.named_parameters())
 
+    def checkpoint_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """Return `stored_weights` with their names in this module, which checkpoints have."""
+        return [(f"language_model.{name}", parameter) for name, parameter in self.stored_weights()]
+
     def remember_stored_weights(self) -> None:
         """Store references to the present parameters. `load_policy` calls this after sharding."""
         self._stored = list(self.language_model.named_parameters())
@@ -84,23 +90,47 @@ def load_policy(
     Passes are computed in `compute_dtype`; None means bfloat16 on CUDA and float32 on the CPU. All ranks call it.
     """
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    folder = resolve_model_folder(model_path)
-    language_model = load_pretrained(AutoModelForCausalLM, model_path, "model_path", folder, dtype=torch.float32)
+    language_model = load_language_model(model_path, "model_path", device, gradient_checkpointing)
+    policy = Policy(language_model, logprob_chunk, dtype)
+    shard(policy, language_model.model.layers, dtype, device)
+    policy.remember_stored_weights()
+    return policy.train()
+
+
+def load_language_model(model_path: str, setting: str, device: torch.device, gradient_checkpointing: bool) -> Any:
+    """Return the causal language model of a Hugging Face folder, in fp32 on `device`. `setting` is what named it."""
+    folder = resolve_model_folder(model_path, setting=setting)
+    language_model = load_pretrained(AutoModelForCausalLM, model_path, setting, folder, dtype=torch.float32)
     if gradient_checkpointing:
         # transformers has renamed the method, but the oldest release that we support has the old name only.
         enable = getattr(language_model, "activation_checkpointing_enable", None)
         (enable or language_model.gradient_checkpointing_enable)()
-    policy = Policy(language_model.to(device), logprob_chunk, dtype)
-    if dist.get_world_size() > 1 or dtype != torch.float32:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in language_model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        # The root is resharded after each forward pass. Otherwise a push after a forward pass without a backward pass
-        # would read gathered, temporary tensors.
-        fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    policy.remember_stored_weights()
-    return policy.train()
+    return language_model.to(device)
+
+
+def shard(
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    dtype: torch.dtype,
+    device: torch.device,
+    exact: Iterable[nn.Module] = (),
+) -> None:
+    """Shard the weights of `module` over the ranks, and cast them to `dtype` for each pass. All ranks call it.
+
+    One rank whose passes are fp32 needs neither, so nothing changes. Each of `layers` is gathered by itself. The
+    modules in `exact` compute in fp32.
+    """
+    if dist.get_world_size() == 1 and dtype == torch.float32:
+        return
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    for part in exact:
+        fully_shard(part, mesh=mesh, mp_policy=replace(precision, param_dtype=torch.float32))
+    # The root is resharded after each forward pass. Otherwise a push after a forward pass without a backward pass
+    # would read gathered, temporary tensors.
+    fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
 
 def save_policy(policy: Policy, folder: Path, tokenizer: Any, saving: SaveGroup | None = None) -> None:
