@@ -41,7 +41,7 @@ from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.evaluation import OnEvaluated
 from verl_server.train.gap_probe import GapProbe
-from verl_server.train.grpo import PolicyTrainer, group_advantages, make_tasks
+from verl_server.train.grpo import PolicyTrainer, make_tasks
 from verl_server.train.held_out import HeldOut
 from verl_server.train.journal import GroupJournal
 from verl_server.train.kept_groups import KeptGroups
@@ -367,7 +367,7 @@ class AsyncGRPO:
             if ancestors is not None:  # its lines are those of a start that has ended
                 self._record(group.step, [*group.result.trajectories, *group.result.replaced])
             leave_out_other_versions(group.result.trajectories, self.weight_version, group.start, ancestors)
-            for sample in group_advantages(group.result.trajectories, self.trainer.config.normalize_std):
+            for sample in self.trainer.samples(group.result.trajectories):
                 samples.append(replace(sample, sampled_step=group.step))
         return samples
 
@@ -430,6 +430,7 @@ class AsyncGRPO:
             next_group=next_group,
             undone_groups=undone,
             ancestors=self._kept.ancestors.forks,
+            further=self.trainer.further,
             saving=saving,
         )
         self._buffer.note_saved(reached.version, next_group, undone)
@@ -438,7 +439,7 @@ class AsyncGRPO:
 
     def load(self, checkpoint: Path) -> None:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
-        progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer)
+        progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer, self.trainer.further)
         self.next_step, self.version = progress.next_step, progress.version
         self.trainer.scaling.load_state_dict(progress.loss_scaling)
         # A synchronous run, of which this one is a fork, has trained the groups of each step in their order.

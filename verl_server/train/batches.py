@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import Trajectory
+from verl_server.train.ranks import over_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,14 @@ class Sample:
 
     trajectory: Trajectory
     advantage: float
+    """The advantage of each token, or the mean of `token_advantages`."""
     proximal_logprobs: Tensor | None = field(default=None, compare=False)
     """[n] fp32: log-probabilities of the tokens to train on under the trainer's weights before the first optimizer step
     on this batch. None: nothing needs them, or the present weights are those."""
     sampled_step: int | None = field(default=None, compare=False)
     """Step in which the trajectory was begun. None: the step that trains it."""
+    token_advantages: Tensor | None = field(default=None, compare=False)
+    """[n] fp32: the advantage of each token to train on. None: `advantage` for all of them."""
 
     def __post_init__(self) -> None:
         check_usable([self.trajectory])
@@ -73,7 +79,7 @@ class MicroBatch:
     behaviour_logprobs: Tensor
     """[n] fp32: the policy's log-probabilities of these tokens, as the server computed them with the samples."""
     advantages: Tensor
-    """[n] fp32: the advantage of each token's trajectory, times its correction if there is one."""
+    """[n] fp32: the advantage of each token, times its correction if there is one."""
     log_weights: Tensor
     """[n] fp32: log of (probability under the policy / probability under the edited distribution, before top-k, top-p
     and min-p). 0 for a token that was drawn without mask, penalty and bias; with a mask alone, it is the log of the
@@ -101,7 +107,8 @@ class MicroBatch:
             own = torch.tensor(trajectory.logprobs)[sampled]
             reported.append(own)
             logprobs.append(_policy(trajectory, sampled) if trajectory.policy_logprobs else own)
-            advantages.append(torch.full((len(sampled),), sample.advantage))
+            alike = torch.full((len(sampled),), sample.advantage)
+            advantages.append(alike if sample.token_advantages is None else sample.token_advantages)
         proximal = [sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None]
         weights = torch.cat(logprobs) - torch.cat(reported)
         scaled = torch.cat(advantages)
@@ -126,13 +133,23 @@ def sampled_positions(trajectory: Trajectory) -> Tensor:
     return mask.nonzero().squeeze(1)
 
 
-def pack(samples: Sequence[Sample], token_budget: int) -> list[list[Sample]]:
+class HasTrajectory(Protocol):
+    """A sample of the policy or of a critic."""
+
+    @property
+    def trajectory(self) -> Trajectory: ...
+
+
+Packed = TypeVar("Packed", bound=HasTrajectory)
+
+
+def pack(samples: Sequence[Packed], token_budget: int) -> list[list[Packed]]:
     """Divide the samples, the longest first, into micro-batches with rows x longest row <= `token_budget`.
 
     There are as few micro-batches as this order permits. A sample that is longer than the budget gets a micro-batch of
     its own.
     """
-    batches: list[list[Sample]] = []
+    batches: list[list[Packed]] = []
     room = 0
     for sample in sorted(samples, key=lambda sample: len(sample.trajectory.tokens), reverse=True):
         if room == 0:
@@ -141,3 +158,12 @@ def pack(samples: Sequence[Sample], token_budget: int) -> list[list[Sample]]:
         batches[-1].append(sample)
         room -= 1
     return batches
+
+
+def pack_alike(samples: Sequence[Packed], token_budget: int) -> list[list[Packed]]:
+    """Return this rank's micro-batches. All ranks call it, and get the same number of them: ranks run passes together.
+
+    A rank with fewer micro-batches gets empty ones.
+    """
+    packed = pack(samples, token_budget)
+    return packed + [[]] * (int(over_ranks(torch.tensor(len(packed)), dist.ReduceOp.MAX)) - len(packed))

@@ -60,6 +60,14 @@ def gradients_error(policy: Policy) -> NonFiniteError:
     return NonFiniteError(f"{place}, although the loss is. {_DIVERGED}")
 
 
+def critic_error(values: float, norm: float) -> NonFiniteError:
+    """Return the error for a critic's loss or gradients that are not finite. All ranks have the same figures."""
+    return NonFiniteError(
+        f"The loss of the critic is {values:g}, and the norm of its gradients {norm:g}. Start again with a smaller "
+        "--ppo.critic-learning-rate, or with rewards on a scale of about 1."
+    )
+
+
 def _broken_weight(policy: Policy) -> str | None:
     """Describe the first weight whose shard on this rank is not finite in the dtype of the passes, or return None."""
     for name, weight in policy.stored_weights():

@@ -33,8 +33,8 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train import run
-from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
-from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.batches import MicroBatch, Sample, pack, pack_alike, sampled_positions
+from verl_server.train.checkpoints import Trained, load_checkpoint, save_checkpoint
 from verl_server.train.evaluation import OnEvaluated, play_held_out
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
 from verl_server.train.held_out import HELD_OUT, HeldOut
@@ -104,6 +104,15 @@ class PolicyTrainer:
         self.trained = TrainedRecord(config)
         self._run_steps = steps
 
+    @property
+    def further(self) -> dict[str, Trained]:
+        """Name -> further models with their optimizers, for checkpoints. GRPO has none."""
+        return {}
+
+    def samples(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
+        """Return the trajectories to train on, with their advantages. The groups among `trajectories` are whole."""
+        return group_advantages(trajectories, self.config.normalize_std)
+
     def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:
         """Return the gap between the server's and the trainer's log-probabilities of tokens sampled under `version`.
 
@@ -155,18 +164,10 @@ class PolicyTrainer:
                 results.append(self._optimizer_step(minibatch, config.entropy_coef * max(0.0, 1.0 - progress), step))
         return Learned.over(results)
 
-    def _pack(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Return this rank's micro-batches. All ranks have the same number of them, because they run passes together.
-
-        A rank with fewer micro-batches adds empty ones.
-        """
-        packed = pack(samples, self.config.micro_batch_tokens)
-        return packed + [[]] * (int(over_ranks(torch.tensor(len(packed)), dist.ReduceOp.MAX)) - len(packed))
-
     def _with_proximal_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with the log-probabilities that the policy gives their tokens now. All ranks call it."""
         known: dict[int, Sample] = {}
-        for rows in self._pack(samples):
+        for rows in pack_alike(samples, self.config.micro_batch_tokens):
             batch = MicroBatch.of(rows, self.device)
             with torch.no_grad():
                 logprobs, _ = self.policy(batch.tokens, batch.positions, self.config.temperature, entropy=False)
@@ -182,7 +183,7 @@ class PolicyTrainer:
         ranks skip the optimizer step.
         """
         config = self.config
-        packed = self._pack(minibatch)
+        packed = pack_alike(minibatch, config.micro_batch_tokens)
         lengths = [len(sample.trajectory.tokens) for sample in minibatch]
         padded = sum(len(rows) * len(rows[0].trajectory.tokens) for rows in packed if rows)
         sampled = sum(len(sampled_positions(sample.trajectory)) for sample in minibatch)
@@ -346,13 +347,14 @@ class GRPO:
             incarnation=self._incarnation,
             loss_scaling=self.trainer.scaling.state_dict(),
             ancestors=self._journal.ancestors.forks,
+            further=self.trainer.further,
             saving=saving,
         )
         self._journal.saved(reached.next_step)
 
     def load(self, checkpoint: Path) -> None:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
-        progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer)
+        progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer, self.trainer.further)
         self.next_step, self.version = progress.next_step, progress.version
         self.trainer.scaling.load_state_dict(progress.loss_scaling)
         self._journal.resume(checkpoint.parent, progress)
@@ -385,7 +387,7 @@ class GRPO:
                     return b""
             rollout = joined(None if running is None else running.result(), kept)
             leave_out_other_versions(rollout.trajectories, version)
-            samples = group_advantages(rollout.trajectories, self.trainer.config.normalize_std)
+            samples = self.trainer.samples(rollout.trajectories)
             mine[:] = [(rollout, samples)]
             report = report_rollout(
                 rollout.trajectories,

@@ -41,7 +41,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -57,6 +57,9 @@ _MOST_LOG_RATIO = 20.0
 class LossConfig:
     """Options of the loss."""
 
+    option: ClassVar[str] = "grpo"
+    """Prefix of the options in messages."""
+
     loss: Literal["clip_behaviour", "tis", "decoupled", "unclipped"] = "clip_behaviour"
     """clip_behaviour: PPO's clip of the ratio to the weights that sampled the token. tis: a truncated importance weight
     (trainer before its first optimizer step of the batch / where sampled), times PPO's clip of the ratio to that
@@ -70,36 +73,37 @@ class LossConfig:
     """Largest importance weight of the loss tis."""
     token_mask: tuple[float, float] | None = None
     """Two bounds: leave a token out of the loss if its importance weight (trainer before its first optimizer step of
-    the batch / where sampled) is outside. None: no mask. IcePop is `--grpo.loss decoupled --grpo.token-mask 0.5 5`."""
+    the batch / where sampled) is outside. None: no mask. IcePop is the loss decoupled with the bounds 0.5 5."""
     sequence_mask: tuple[float, float] | None = None
     """Two bounds: leave a trajectory out of the loss if the geometric mean of its importance weights is outside, such
     as 0.9 1.1. Long trajectories permit narrower bounds. None: no mask."""
 
     def __post_init__(self) -> None:
+        flag = f"--{self.option}."
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             raise BadRequestError(
-                f"--grpo.clip-low must be from 0 to 1 and --grpo.clip-high not negative, not {self.clip_low:g} and "
+                f"{flag}clip-low must be from 0 to 1 and {flag}clip-high not negative, not {self.clip_low:g} and "
                 f"{self.clip_high:g}: the ratio is clipped to [1 - clip_low, 1 + clip_high]."
             )
         if not 0 < self.tis_bound < math.inf:
             raise BadRequestError(
-                f"--grpo.tis-bound must be finite and more than 0, not {self.tis_bound:g}. --grpo.loss decoupled does "
+                f"{flag}tis-bound must be finite and more than 0, not {self.tis_bound:g}. {flag}loss decoupled does "
                 "not truncate."
             )
         if self.loss != "tis" and self.tis_bound != LossConfig.tis_bound:
             raise BadRequestError(
-                f"--grpo.tis-bound is for --grpo.loss tis, and has no effect on {self.loss}: remove it, or name tis."
+                f"{flag}tis-bound is for {flag}loss tis, and has no effect on {self.loss}: remove it, or name tis."
             )
         clip = (self.clip_low, self.clip_high)
         if self.loss == "unclipped" and clip != (LossConfig.clip_low, LossConfig.clip_high):
             raise BadRequestError(
-                "--grpo.clip-low and --grpo.clip-high have no effect on --grpo.loss unclipped: remove them, or name "
+                f"{flag}clip-low and {flag}clip-high have no effect on {flag}loss unclipped: remove them, or name "
                 "another loss."
             )
         for option, bounds in (("token-mask", self.token_mask), ("sequence-mask", self.sequence_mask)):
             if bounds is not None and not 0 <= bounds[0] < 1 < bounds[1]:
                 raise BadRequestError(
-                    f"--grpo.{option} needs a bound below 1 and a bound above 1, such as 0.5 5, not {bounds[0]:g} "
+                    f"{flag}{option} needs a bound below 1 and a bound above 1, such as 0.5 5, not {bounds[0]:g} "
                     f"{bounds[1]:g}: the importance weight of a token that the trainer itself would sample is 1."
                 )
 
@@ -163,6 +167,21 @@ def token_factors(logprobs: Tensor, batch: MicroBatch, config: LossConfig) -> tu
     if config.loss == "tis":
         factors = factors.clamp(max=config.tis_bound)
     return torch.where(kept, factors, 0.0), kept
+
+
+def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Return the critic's loss, summed over the turns: half of the squared distance to `returns`.
+
+    All are fp32 [n]; `before` are the values before the first optimizer step on the batch. With `clip` > 0 it is the
+    larger of the losses of `values` and of `values` limited to [before - clip, before + clip], so that a value that has
+    moved by more than `clip` towards its return is left where it is. The source is the code of PPO's authors, which
+    Engstrom et al. 2020, "Implementation matters in deep policy gradients", arXiv 2005.12729, describes.
+    """
+    error = (values - returns).square()
+    if clip > 0:
+        limited = before + (values - before).clamp(-clip, clip)
+        error = torch.maximum(error, (limited - returns).square())
+    return error.sum() / 2
 
 
 def mean_losses(sums: Mapping[str, float], share: float) -> dict[str, float]:

@@ -68,7 +68,7 @@ class StepMetrics:
     trainable: int
     """Episodes that have a reward and at least one token to train on."""
     kept: int
-    """Episodes that the step learned from: trainable, and in groups whose rewards differ."""
+    """Episodes that the step learned from: trainable, and for GRPO in groups whose rewards differ."""
     stop_reasons: dict[str, int]
     """Stop reason -> number of episodes."""
     turns: float
@@ -102,7 +102,8 @@ class StepMetrics:
     sync_seconds: float = 0.0
     """Time of the weight push."""
     trained_tokens: int = 0
-    """Tokens of the trajectories that the step learned from, counted once for each epoch."""
+    """Tokens of the trajectories that the step learned from, counted once for each epoch of the policy and of PPO's
+    critic."""
     padded_tokens: int = 0
     """Tokens of the forward passes: `trained_tokens` and the padding."""
     losses: dict[str, float] = field(default_factory=dict)

@@ -91,7 +91,7 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     trainable: int = 0
     """Scored episodes with at least one token to train on."""
     kept: int = 0
-    """Trainable episodes of groups whose rewards differ: the step learns from these."""
+    """Trainable episodes that the step learns from; for GRPO those of groups whose rewards differ."""
     turns: int = 0
     sampled_tokens: int = 0
     forced_tokens: int = 0

@@ -108,6 +108,8 @@ def without_spread(steps: Steps, past: Past, level: float = 1.0) -> Finding | No
             "answer; then read the policy's answers in a few episodes.",
             severity="error",
         )
+    if all(step.kept == step.trainable for step in steps):
+        return None  # the steps learned from all episodes, as PPO does, which compares none within a group
     if any(low is None for low in lows):
         cause, remedy, severity = "the tasks are too easy or too hard for the policy", "Look at its rewards.", _WARNING
     elif past.highest - reward < reward - past.lowest:
