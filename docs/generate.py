@@ -46,6 +46,8 @@ COMMANDS = {
     "verl-server demo": ("verl_server.train.demo", "DemoArgs"),
     "python -m verl_server.train.grpo": ("verl_server.train.grpo", "TrainArgs"),
     "python -m verl_server.train.async_grpo": ("verl_server.train.options", "AsyncTrainArgs"),
+    "python -m verl_server.train.ppo": ("verl_server.train.ppo_options", "PPOTrainArgs"),
+    "python -m verl_server.train.async_ppo": ("verl_server.train.ppo_options", "AsyncPPOTrainArgs"),
 }
 """Command -> the class of its options. A test compares them with the commands of `verl_server.cli.main`."""
 PAGES = {

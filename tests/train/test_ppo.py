@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.torchrun import run_ranks
 from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.batches import MicroBatch, Sample
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
-from verl_server.train.critic import load_critic
+from verl_server.train.critic import Critic, load_critic
 from verl_server.train.critic_trainer import States, describe_values
 from verl_server.train.finite_check import NonFiniteError
 from verl_server.train.gae import TurnChain
 from verl_server.train.losses import value_loss
-from verl_server.train.policy import load_policy
-from verl_server.train.ppo import PPOTrainer, main, whiten
-from verl_server.train.ppo_options import PPOConfig, PPOTrainArgs
+from verl_server.train.policy import Policy, load_policy
+from verl_server.train.ppo import PPOTrainer, whiten
+from verl_server.train.ppo_options import PPOConfig
 
 CPU = torch.device("cpu")
 CONFIG = PPOConfig(
@@ -55,7 +53,7 @@ def samples_of(trainer: PPOTrainer, step: int = 0) -> list[Sample]:
 
 
 def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
-    modules = {"policy": trainer.policy, "critic": trainer.critic.critic}
+    modules: dict[str, Policy | Critic] = {"policy": trainer.policy, "critic": trainer.critic.critic}
     return {
         f"{name}.{weight}": parameter.detach().clone()
         for name, module in modules.items()
@@ -193,48 +191,3 @@ def test_settings_that_cannot_work_are_refused() -> None:
         PPOConfig(value_clip=-1.0)
     with pytest.raises(BadRequestError, match=r"--ppo\.tis-bound is for --ppo\.loss tis"):
         PPOConfig(tis_bound=3.0)
-
-
-# -- the command --------------------------------------------------------------------------------------------------
-
-SETTINGS = ["--no-chat", "--max-turns", "3", "--max-new-tokens", "1", "--device", "cpu", "--retry-pause", "0"]
-SETTINGS += ["--ppo.groups", "16", "--ppo.group-size", "1", "--ppo.minibatches", "1", "--ppo.epochs", "1"]
-SETTINGS += ["--ppo.learning-rate", "0.01", "--ppo.critic-learning-rate", "0.01", "--ppo.critic-warmup-steps", "1"]
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_help_names_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    out = capsys.readouterr().out
-    for flag in ("--critic-path", "--ppo.gae-lambda", "--ppo.value-clip", "--ppo.groups", "--ppo.learning-rate"):
-        assert flag in out
-    assert "--grpo" not in out
-    assert PPOTrainArgs(model_path="m", env_url="http://e").grpo == PPOConfig()
-
-
-@pytest.mark.timeout(300)
-def test_two_ranks_train_and_one_goes_on(
-    policy_folder: Path, server_url: str, environment_url: str, tmp_path: Path
-) -> None:
-    """The metrics of two ranks are those of one with the same episodes, and one rank resumes the run of two."""
-    arguments = ["--model-path", str(policy_folder), "--env-url", environment_url, *SETTINGS]
-    launched = ["--server.dtype", "float32", "--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    log = tmp_path / "log"
-    command = [*arguments, *launched, "--steps", "2", "--out", str(two)]
-    codes = run_ranks(2, "verl_server.train.ppo", command, log, timeout=140)
-    assert codes == [0, 0], log.read_text()[-8000:]
-    assert main([*arguments, "--server", server_url, "--steps", "2", "--out", str(one)]) == 0
-    both, alone = lines(two / "metrics.jsonl"), lines(one / "metrics.jsonl")
-    assert [m["kept"] for m in both] == [m["trainable"] for m in both]
-    assert [m["weight_version"].partition("@")[0] for m in both] == ["0", "1"]
-    for ours, theirs in zip(both, alone, strict=True):
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3, abs=1e-5)
-    assert "loss" not in both[0]["losses"] and {"loss", "value_loss", "explained_variance"} <= both[1]["losses"].keys()
-    assert main([*arguments, "--server", server_url, "--steps", "3", "--out", str(two), "--resume"]) == 0
-    assert [m["ranks"] for m in lines(two / "metrics.jsonl")] == [2, 2, 1]
-    assert (two / "model" / "model.safetensors").exists()

@@ -111,6 +111,8 @@ def test_a_reward_that_never_differs_is_named() -> None:
     assert (advisory.severity, "too hard" in advisory.cause) == ("warning", True)
     (advisory,) = judged([easy] * 3)
     assert (advisory.severity, "have become easy" in advisory.cause) == ("info", True)
+    single = line(groups=256, groups_without_spread=256, kept=256)  # PPO: one episode of each task, and all teach
+    assert not judged([single] * 5)
 
 
 @pytest.mark.parametrize(

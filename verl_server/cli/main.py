@@ -40,7 +40,7 @@ commands:
   bench     measure the engine:      verl-server bench offline --device cpu --shape tiny
 
 `verl-server COMMAND --help` lists a command's options and exit statuses. `python -m verl_server` is the same program.
-Policies are trained by others:  python -m verl_server.train.grpo --help, verl_server.train.async_grpo --help
+Policies are trained by others:  python -m verl_server.train.grpo --help, also train.async_grpo and train.ppo
 """
 
 

@@ -471,10 +471,14 @@ def _encoded(report: RolloutReport, samples: Sequence[Sample]) -> bytes:
     return msgspec.msgpack.encode(_Share(report=report, samples=rows), enc_hook=jsonable)
 
 
+def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> contextlib.AbstractContextManager[AsyncGRPO]:
+    """Return the algorithm of a run with the options `args`, to be opened."""
+    return open_asynchronous(args, parts, PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device))
+
+
 @contextlib.contextmanager
-def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> Iterator[AsyncGRPO]:
-    """Yield the algorithm of a run with the options `args`, and end its rollouts afterwards."""
-    trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
+def open_asynchronous(args: AsyncTrainArgs, parts: RunParts, trainer: PolicyTrainer) -> Iterator[AsyncGRPO]:
+    """Yield the run of `trainer` with the options `args`, and end its rollouts afterwards."""
     with contextlib.ExitStack() as stack:
         rollouts, journals = list[Rollouts](), list[GroupJournal]()
 

@@ -61,9 +61,9 @@ class CriticTrainer:
         known: dict[int, Tensor] = {}
         for rows in pack_alike(samples, self.config.micro_batch_tokens):
             with torch.no_grad():
-                values = self._values(rows).cpu()
+                values: Tensor = self._values(rows).cpu()
             counts = [len(sample.positions) for sample in rows]
-            known |= {id(sample): own for sample, own in zip(rows, values.split(counts), strict=True)}
+            known |= {id(sample): own for sample, own in zip(rows, torch.split(values, counts), strict=True)}
         return [known[id(sample)] for sample in samples]
 
     def update(self, samples: Sequence[Targets], step: int) -> Learned:

@@ -22,6 +22,7 @@ checkpoints, metrics. To change the algorithm, copy this file.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.metrics import Learned
 from verl_server.train.players import open_player
 from verl_server.train.policy import Policy
-from verl_server.train.ppo_options import PPOConfig, PPOTrainArgs
+from verl_server.train.ppo_options import AsyncPPOTrainArgs, PPOConfig, PPOTrainArgs
 from verl_server.train.ranks import over_ranks
 from verl_server.train.run import RunParts
 
@@ -105,8 +106,8 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     count, total, squares = over_ranks(sums).tolist()
     mean = total / max(1.0, count)
     variance = max(0.0, squares / max(1.0, count) - mean**2)
-    deviation: float = variance**0.5
-    return (advantages - mean) / (deviation + 1e-8)
+    whitened: Tensor = (advantages - mean) / (math.sqrt(variance) + 1e-8)
+    return whitened
 
 
 def _together(policy: Learned, critic: Learned) -> Learned:
@@ -123,7 +124,7 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(0), *rows])
 
 
-def make_ppo_trainer(args: PPOTrainArgs, parts: RunParts) -> PPOTrainer:
+def make_ppo_trainer(args: PPOTrainArgs | AsyncPPOTrainArgs, parts: RunParts) -> PPOTrainer:
     """Load the critic of a run beside its policy."""
     critic = load_critic(
         args.critic_path or args.model_path,

@@ -1,4 +1,7 @@
-"""The options of PPO: those of GRPO, other defaults where PPO needs them, and those of the critic and of GAE."""
+"""The options of PPO: those of GRPO, other defaults where PPO needs them, and those of the critic and of GAE.
+
+The command lines of `ppo` and `async_ppo` are generated from these classes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import tyro
 
 from verl_server.errors import BadRequestError
 from verl_server.files.path_options import OutputPath
-from verl_server.train.options import GRPOConfig, TrainArgs
+from verl_server.train.options import AsyncTrainArgs, GRPOConfig, TrainArgs
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,22 @@ class PPOTrainArgs(TrainArgs):
     """Model folder or hub id with the initial weights of the critic, which gets a head for values. It needs the
     tokenizer of the policy. Default: --model-path."""
     grpo: Annotated[PPOConfig, tyro.conf.arg(name="ppo")] = field(default_factory=PPOConfig)
+
+
+@dataclass(frozen=True)
+class AsyncPPOTrainArgs(AsyncTrainArgs):
+    """Train a policy with PPO and a critic while its episodes play.
+
+    The exit statuses and what is saved are those of verl_server.train.grpo; checkpoints have the critic, too.
+    docs/ppo.md describes the algorithm, and docs/async-training.md says when not to wait pays.
+    """
+
+    command: ClassVar[str] = "train.async_ppo"
+    out: OutputPath = Path("runs/async-ppo")
+    """Folder for the files of the run: metrics, events and trajectories (docs/reference/run-folder.md), the checkpoint,
+    the trained model, and run.json with the settings. Missing folders above it are created. A folder that has another
+    run is refused."""
+    critic_path: str | None = None
+    """Model folder or hub id with the initial weights of the critic, which gets a head for values. It needs the
+    tokenizer of the policy. Default: --model-path."""
+    grpo: Annotated[PPOConfig, tyro.conf.arg(name="ppo")] = field(default_factory=lambda: PPOConfig(loss="tis"))

@@ -111,7 +111,7 @@ class RunFolder:
         if len(first) != 1 or not first[0].startswith("checkpoint-") or not self._run_file.exists():
             return False
         stored = stored_settings(self._run_file)
-        is_training = stored.get("command") in ("train.grpo", "train.async_grpo")
+        is_training = str(stored.get("command")).startswith("train.")
         return is_training and first[0] == f"checkpoint-{_first_step(stored)}"
 
     def resume(self) -> Path:

@@ -16,7 +16,8 @@ from verl_server.watch.index.line_files import read_lines
 from verl_server.watch.run_files import Lineage, rank_paths
 from verl_server.watch.run_records import GroupDone, RunResumed, RunStarted, SegmentRemoved, StepBegan
 
-_ASYNCHRONOUS = "train.async_grpo"
+_ASYNCHRONOUS = "train.async_"
+"""Beginning of the names of the commands whose episodes play while they train."""
 _READ = RunStarted | RunResumed | GroupDone | SegmentRemoved | StepBegan
 _TAGS = tuple(f'"{kind.__struct_config__.tag}"'.encode() for kind in _READ.__args__)
 
@@ -59,7 +60,7 @@ class RunStarts:
                 self._read_file(file, news)
         if news.starts:
             self.lineage = Lineage(iter(self._starts))
-            self.is_asynchronous = self.is_asynchronous or self._command() == _ASYNCHRONOUS
+            self.is_asynchronous = self.is_asynchronous or str(self._command()).startswith(_ASYNCHRONOUS)
         self.is_asynchronous = self.is_asynchronous or bool(news.fates)
         return news
 
