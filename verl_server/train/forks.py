@@ -44,10 +44,11 @@ def fork_checkpoint(run: Path, step: ForkStep, out: Path, command: str) -> Forke
     target = out / source.name
     try:
         progress, files = read_listed(source)
-        if progress.next_group is not None and command != "train.async_grpo":
+        if progress.next_group is not None and not command.startswith("train.async_"):
+            asynchronous = command.replace("train.", "train.async_")
             raise BadRequestError(
                 "it is of an asynchronous run, whose groups are not trained in their order. Fork it with "
-                "verl_server.train.async_grpo: --max-staleness 0 is the synchronous run"
+                f"verl_server.{asynchronous}: --max-staleness 0 is the synchronous run"
             )
         partial = temporary_folder(target)
         for name, (_, checksum) in files.items():
