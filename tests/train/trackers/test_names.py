@@ -1,0 +1,58 @@
+"""The names of figures in trackers: each field has one, the page lists them, and an absent figure is not a zero."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+from tests.train.trackers.steps import evaluation, step_metrics
+from verl_server.train.metrics import StepMetrics
+from verl_server.train.trackers.names import (
+    EVALUATION_FIGURES,
+    STEP_FIGURES,
+    STEP_GROUPS,
+    WITHOUT_NAME,
+    figures_of_evaluation,
+    figures_of_step,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "trackers.md"
+
+
+def test_each_field_of_a_step_has_one_name_or_a_reason_for_none() -> None:
+    named = [*STEP_FIGURES.values(), *STEP_GROUPS.values(), *WITHOUT_NAME]
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(StepMetrics))
+
+
+def test_the_page_lists_the_names_with_their_fields() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    groups = {f"{prefix}KEY": field for prefix, field in STEP_GROUPS.items()}
+    code = [*STEP_FIGURES.items(), *groups.items(), *EVALUATION_FIGURES.items()]
+    assert sorted(rows) == sorted(code)
+
+
+def test_figures_of_a_step() -> None:
+    figures = figures_of_step(step_metrics(2, reward=None, waits={"episodes": 0.5}, idle={"trainer": 0.25}))
+    assert "reward/mean" not in figures, "a step without a reward has no figure of it"
+    assert figures["episodes/count"] == 8 and figures["gap/mean"] == 1e-5 and figures["time/rollout"] == 1.5
+    assert figures["policy/behaviour_kl"] == 0.25 and math.isnan(figures["policy/loss"])
+    assert figures["episodes/ended/env_error"] == 1 and figures["time/wait/episodes"] == 0.5
+    assert figures["idle/trainer"] == 0.25
+    assert not {"age/mean", "policy/loss_scale"} & figures.keys()
+
+
+def test_a_step_has_the_same_names_whichever_trainer_made_it() -> None:
+    synchronous = figures_of_step(step_metrics(0)).keys()
+    asynchronous = figures_of_step(step_metrics(0, age=1.0, age_max=2, waits={"deadline": 1.0})).keys()
+    assert asynchronous - synchronous == {"age/mean", "age/max", "time/wait/deadline"}
+    assert not synchronous - asynchronous
+
+
+def test_figures_of_an_evaluation() -> None:
+    figures = figures_of_evaluation(evaluation(10, reward=0.75))
+    assert figures.keys() == EVALUATION_FIGURES.keys()
+    assert (figures["evaluation/reward"], figures["evaluation/push_delay"]) == (0.75, 0.5)
+    incomplete = figures_of_evaluation(evaluation(10, incomplete="timeout"))
+    assert EVALUATION_FIGURES.keys() - incomplete.keys() == {"evaluation/reward", "evaluation/success"}

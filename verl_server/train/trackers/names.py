@@ -1,0 +1,107 @@
+"""The names that a training run's figures have in trackers, equal for every trainer and every tracker.
+
+`Trackers` makes figures of a step's metrics and of an evaluation's record with these tables. docs/trackers.md lists the
+names, and a test compares the page with the tables. A name never changes its meaning: dashboards and scripts of users
+depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_server.train.metrics import StepMetrics
+
+STEP_FIGURES = {
+    "reward/mean": "reward",
+    "reward/min": "reward_min",
+    "reward/max": "reward_max",
+    "reward/success": "success",
+    "reward/original": "original_reward",
+    "reward/replacing": "replacing_reward",
+    "episodes/count": "trajectories",
+    "episodes/trainable": "trainable",
+    "episodes/kept": "kept",
+    "episodes/failed": "failed",
+    "episodes/replaced": "replaced",
+    "episodes/unsampled": "unsampled",
+    "episodes/truncated": "truncated",
+    "episodes/turns": "turns",
+    "groups/count": "groups",
+    "groups/without_spread": "groups_without_spread",
+    "groups/dropped": "dropped_groups",
+    "tokens/sampled": "sampled_tokens",
+    "tokens/per_second": "tokens_per_s",
+    "tokens/forced_share": "forced_share",
+    "tokens/prompt": "prompt_tokens",
+    "tokens/reusable": "reusable_tokens",
+    "tokens/cache_hit_rate": "cache_hit_rate",
+    "tokens/trained": "trained_tokens",
+    "tokens/padded": "padded_tokens",
+    "tokens/original": "original_tokens",
+    "tokens/replaced": "replaced_tokens",
+    "tokens/replacing": "replacing_tokens",
+    "gap/mean": "logprob_gap_mean",
+    "gap/max": "logprob_gap",
+    "gap/kl": "logprob_kl",
+    "policy/skipped_optimizer_steps": "skipped_optimizer_steps",
+    "policy/loss_scale": "loss_scale",
+    "age/mean": "age",
+    "age/max": "age_max",
+    "time/rollout": "rollout_seconds",
+    "time/generate": "generate_seconds",
+    "time/environment": "env_seconds",
+    "time/train": "train_seconds",
+    "time/sync": "sync_seconds",
+}
+"""Name -> field of `StepMetrics`, a number. A field that is None in a step has no figure in this step."""
+STEP_GROUPS = {
+    "policy/": "losses",
+    "episodes/ended/": "stop_reasons",
+    "episodes/fault/": "failures",
+    "time/wait/": "waits",
+    "idle/": "idle",
+}
+"""Begin of names -> field of `StepMetrics`, a mapping. Each of its keys is the rest of a name."""
+WITHOUT_NAME = {
+    "step": "it is the x axis",
+    "weight_version": "it is a text",
+    "ranks": "it is the same in all steps",
+    "skipped": "it is a text",
+    "ages": "it is a distribution",
+    "version_spans": "it is a distribution",
+}
+"""Field of `StepMetrics` -> the reason why trackers do not get it."""
+EVALUATION_FIGURES = {
+    "evaluation/reward": "reward",
+    "evaluation/success": "success",
+    "evaluation/episodes": "episodes",
+    "evaluation/failed": "failed",
+    "evaluation/seconds": "seconds",
+    "evaluation/push_delay": "push_delay",
+}
+"""Name -> key of a line of evaluations.jsonl."""
+_COMPARABLE = ("evaluation/reward", "evaluation/success")
+
+
+def figures_of_step(metrics: StepMetrics) -> dict[str, float]:
+    """Return name -> figure of a step. NaN stays."""
+    figures = _numbers({name: getattr(metrics, field) for name, field in STEP_FIGURES.items()})
+    for prefix, field in STEP_GROUPS.items():
+        figures |= _numbers({f"{prefix}{key}": value for key, value in getattr(metrics, field).items()})
+    return figures
+
+
+def figures_of_evaluation(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Return name -> figure of a line of evaluations.jsonl.
+
+    An incomplete evaluation has neither reward nor success, because those of other weights cannot be compared with it.
+    """
+    figures = _numbers({name: evaluation.get(key) for name, key in EVALUATION_FIGURES.items()})
+    if evaluation.get("incomplete") is not None:
+        return {name: figure for name, figure in figures.items() if name not in _COMPARABLE}
+    return figures
+
+
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None}
