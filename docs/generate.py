@@ -80,6 +80,7 @@ RUN_FILES = (
         "an event of rank N > 0: [SegmentRemoved](#segmentremoved) or [JournalFailed](#journalfailed)",
         "rank N",
     ),
+    ("`trackers.json`", "no record: the ids of the run in the [trackers](../trackers.md) of `--logger`", "rank 0"),
     ("`index-rankN.sqlite`", "no record: the [index](../runs.md#the-files-of-a-training-run) of these files", "rank N"),
 )
 SECTIONS = {

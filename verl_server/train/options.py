@@ -26,6 +26,7 @@ from verl_server.train.losses import LossConfig
 from verl_server.train.ranks import SAVE_TIMEOUT
 from verl_server.train.run_advisor import check_names
 from verl_server.train.servers import MAX_RELAUNCHES
+from verl_server.train.trackers.kinds import Logger, check_loggers
 from verl_server.watch.advisories import GAP
 
 
@@ -123,6 +124,9 @@ class TrainArgs:
     keep_trajectories: float = 16.0
     """Most GiB of trajectories, and of what the trainer computed for them, that all ranks keep together. The oldest are
     removed first. 0 keeps none. `verl-server trajectories` shows them."""
+    logger: tuple[Logger, ...] = ()
+    """Trackers that get the figures of each step, beside metrics.jsonl. Each needs the extra of its name, such as
+    verl-server[wandb]. docs/trackers.md has the names of the figures."""
     resume: bool = False
     """Continue the run in `--out`. It goes on from its checkpoint. The settings must be equal, except those of servers,
     devices, bounds of time, memory and the number of steps (docs/runs.md has the list)."""
@@ -227,6 +231,7 @@ class TrainArgs:
                 f"{self.limits.trajectory_timeout:g}, because a rank waits for the slowest episode of the others."
             )
         check_names(self.stop_on)
+        check_loggers(self.logger)
         self._check_agent()
         given = set(self.server_settings) - {"api_key", "admin_api_key"}
         if self.server_urls and given:

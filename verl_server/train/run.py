@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -54,7 +55,7 @@ from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.checkpoints import check_fits
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
-from verl_server.train.evaluation import Evaluations, OnEvaluated
+from verl_server.train.evaluation import Evaluated, Evaluations, OnEvaluated
 from verl_server.train.forks import fork_checkpoint
 from verl_server.train.held_out import HeldOut
 from verl_server.train.kept_checkpoints import remove_old_checkpoints
@@ -72,6 +73,8 @@ from verl_server.train.run_writer import GIB, RunWriter
 from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
 from verl_server.train.stopping import StopRequest
+from verl_server.train.trackers.tracked_run import TrackedRun
+from verl_server.train.trackers.trackers import Trackers
 from verl_server.watch.advisories import Advisor
 from verl_server.watch.advisory_rules.figures import Past, RunSettings
 from verl_server.watch.run_records import (
@@ -229,6 +232,8 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 algorithm.load(Path(checkpoint))
                 ranks.call("RunAdvisor.recall", lambda _: advisor.recall(args.out, algorithm.next_step))
             ranks.call("RunFolder.begin", lambda _: _begin(folder, files, checkpoint, algorithm.next_step, ranks.size))
+            tracked = TrackedRun(str(args.out), run_settings(args), algorithm.next_step, checkpoint is not None)
+            trackers = Trackers(() if ranks.rank else args.logger, tracked)
             for engine in engines:
                 files.note(ServerLaunched(url=str(engine.url), attached=bool(args.server_urls)))
 
@@ -240,12 +245,13 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 if stop.signal_number is not None:
                     files.note(SignalReceived(signal=signal.Signals(stop.signal_number).name))
                 files.note(RunEnded(exit_status=status, error=error))
+                trackers.close(status)
 
             end.protect(RunState(algorithm.steps, algorithm.progress, save, str(args.out), ended))
             failure: BaseException | None = None
             try:
                 algorithm.push()
-                _run_steps(args, algorithm, files, stop, saving, advisor, Evaluations(args, files, ranks))
+                _run_steps(args, algorithm, files, stop, saving, advisor, Evaluations(args, files, ranks), trackers)
             except BaseException as error:
                 failure = error
             end.finish(failure)
@@ -323,15 +329,20 @@ def _run_steps(
     saving: SaveGroup,
     advisor: RunAdvisor,
     evaluations: Evaluations,
+    trackers: Trackers,
 ) -> None:
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
+
+    def evaluated(result: Evaluated) -> None:
+        evaluations.record(result)
+        trackers.log_evaluation(msgspec.structs.asdict(result.record))
 
     def save_and_evaluate(saves: bool, evaluates: bool) -> None:
         if saves or evaluates:  # the weights that an evaluation judges are on the disk
             _save(args, run, run.progress(), saving, files)
         if evaluates:
             evaluations.note_begin(run.next_step, run.weight_version)
-            run.evaluate(evaluations.held_out, evaluations.record)
+            run.evaluate(evaluations.held_out, evaluated)
 
     save_and_evaluate(False, evaluations.is_due_at_start(run.next_step))
     while run.next_step < args.steps:
@@ -343,7 +354,9 @@ def _run_steps(
         except BaseException:
             _keep_finished(files, number, finished, is_trained=run.next_step > number)
             raise
-        advisor.check_step(step.metrics, _record(files, step))
+        phases = _record(files, step)
+        trackers.log_step(step.metrics)
+        advisor.check_step(step.metrics, phases)
         with stop.interruptible():
             skipped.note(step.metrics)
         is_due = args.save_every > 0 and run.next_step % args.save_every == 0

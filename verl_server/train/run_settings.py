@@ -45,6 +45,7 @@ MAY_DIFFER = {
     "eval_success": _MEASURED,
     "eval_file": _MEASURED,
     "keep_trajectories": "it changes what is recorded only",
+    "logger": "it changes what is recorded only",
     "max_skipped_steps": _END,
     "retry_pause": _END,
     "rank_timeout": _END,
