@@ -7,7 +7,7 @@ INTERPRETER ?=
 # Tests start hundreds of processes. Without byte code each of them would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-real test-browser test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-real test-browser test-trackers test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -101,6 +101,19 @@ test-browser: .venv-browser/.installed  ## the page of verl-server watch in Chro
 	$(BIN)/python -m pip --python .venv-browser/bin/python install --quiet --disable-pip-version-check 'playwright>=1.50'
 	touch $@
 
+test-trackers: .venv-trackers/.installed  ## TensorBoard, wandb, MLflow and Trackio without a network: what they wrote is read back
+	cd tests/trackers && ../../.venv-trackers/bin/python -m pytest $(ARGS)
+
+# The packages of .venv and the trackers, some of which need older ones of packages that .venv has.
+.venv-trackers/.installed: $(STAMP)
+	rm -rf .venv-trackers
+	$(BIN)/python -m venv --without-pip .venv-trackers
+	echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" \
+		> $$(echo .venv-trackers/lib/python*/site-packages)/packages_of_venv.pth
+	$(BIN)/python -m pip --python .venv-trackers/bin/python install --quiet --disable-pip-version-check \
+		-e '.[tensorboard,wandb,mlflow,trackio]'
+	touch $@
+
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
 
@@ -146,4 +159,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-real .venv-browser runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-real .venv-browser .venv-trackers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
