@@ -43,10 +43,11 @@ def end(folder: Path, is_trained: bool = False) -> Run:
     saving: Any = None
     advisor: Any = None
     ranks: Any = None
+    trackers: Any = None
     args = TrainArgs(model_path="unused", env_url="http://unused", steps=9)
     with pytest.raises(RunStoppedError):
         files = RunWriter(folder, "00000001")
-        _run_steps(args, run, files, StopRequest(), saving, advisor, Evaluations(args, files, ranks))
+        _run_steps(args, run, files, StopRequest(), saving, advisor, Evaluations(args, files, ranks), trackers)
     return run
 
 

@@ -30,6 +30,7 @@ STEP_FIGURES = {
     "groups/count": "groups",
     "groups/without_spread": "groups_without_spread",
     "groups/dropped": "dropped_groups",
+    "groups/kept_after_kill": "kept_groups",
     "tokens/sampled": "sampled_tokens",
     "tokens/per_second": "tokens_per_s",
     "tokens/forced_share": "forced_share",
@@ -53,6 +54,7 @@ STEP_FIGURES = {
     "time/environment": "env_seconds",
     "time/train": "train_seconds",
     "time/sync": "sync_seconds",
+    "time/held": "held_seconds",
 }
 """Name -> field of `StepMetrics`, a number. A field that is None in a step has no figure in this step."""
 STEP_GROUPS = {
@@ -68,6 +70,7 @@ WITHOUT_NAME = {
     "weight_version": "it is a text",
     "ranks": "it is the same in all steps",
     "skipped": "it is a text",
+    "not_finite": "trackers get the figures that it names as NaN",
     "ages": "it is a distribution",
     "version_spans": "it is a distribution",
 }
