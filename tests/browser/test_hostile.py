@@ -37,7 +37,7 @@ def test_overview_waits_steps_and_search(visit: Visit) -> None:
     visit.open()
     expect(visit.page.locator(".run-row a").first).to_contain_text("<img src=x onerror=alert(7)>")
     expect(visit.page.locator(".run-error")).to_contain_text(SHOWN)
-    expect(visit.page.locator(".advisory")).to_contain_text(SHOWN)
+    expect(visit.page.locator(".advisory.warn")).to_contain_text(SHOWN)
     expect(visit.page.locator('[data-chart="reward"] canvas')).to_be_visible()
     check_no_markup(visit)
     for place in ("waits", "steps", "settings"):

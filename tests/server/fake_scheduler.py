@@ -108,9 +108,9 @@ class FakeScheduler:
                 if isinstance(message, io.GrammarTokenizer):  # sent at the start, and no part of any request
                     self.tokenizers.append(message)
                     continue
-                self._handle(message)
-                with self._changed:
+                with self._changed:  # whoever has the answer finds its message, and `wait_for` finds handled ones only
                     self.received.append(message)
+                    self._handle(message)
                     self._changed.notify_all()
             if not ready and not self.hold:
                 for running in list(self.running.values()):
