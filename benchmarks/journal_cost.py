@@ -1,4 +1,4 @@
-"""What it costs to write finished groups to the journal: microseconds of the caller, and of the thread that flushes.
+"""Measure the cost of the journal of finished groups: microseconds of the caller, and of the thread that flushes.
 
     python -m benchmarks.journal_cost --out runs/journal-cost
 

@@ -1,6 +1,6 @@
 """Make the folder of a large training run, and measure its index.
 
-    python -m benchmarks.watch_scale --out /tmp/large
+    python -m benchmarks.watch_scale --out runs/large
 
 writes 100,000 episodes in 10 GB (unless the folder has a run) with the run's own writer: steps, groups, rewards, ends,
 errors, tool calls, and what a trainer recorded. Then it prints one JSON line: the seconds to open the index that the

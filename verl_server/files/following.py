@@ -1,4 +1,4 @@
-"""What those who follow growing files have alike: the faults that they met, and the size of a file that may be gone.
+"""The faults that a follower of a growing file met, and the size of a file that may be gone.
 
 `segment_tail` follows lines, and `watch.index.store_frames` the records of a session store.
 """
@@ -13,7 +13,7 @@ _LONGEST_TEXT = 500
 
 
 class Faults:
-    """What could not be read of some files."""
+    """The lines and files that could not be read."""
 
     def __init__(self) -> None:
         self.damaged = 0

@@ -139,7 +139,7 @@ def describe_evaluation(record: Evaluation, best: int | None) -> str:
 
 
 class Playing(Protocol):
-    """What reports of failures say about who plays: a `Player`, or the rollouts of `async_grpo`."""
+    """The party that plays, as reports of failures name it: a `Player`, or the rollouts of `async_grpo`."""
 
     @property
     def environment_url(self) -> str:
@@ -151,7 +151,7 @@ class Playing(Protocol):
 
 
 class Share(msgspec.Struct, kw_only=True):
-    """What one rank has played of an evaluation."""
+    """The episodes of an evaluation that one rank has played."""
 
     report: RolloutReport
     solved: int = 0
