@@ -10,17 +10,17 @@ from verl_server.watch import charts
 COLOURS = (charts.BLUE, charts.AMBER, charts.GREEN, charts.INK)
 MEAN_OF = 5
 """Steps of the moving mean that is drawn."""
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 760.0, 300.0, 60.0, 26.0
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM = 760.0, 300.0, 60.0, 18.0, 26.0
 _FONT = ' font-family="system-ui, sans-serif" font-size="12" style="background: white" viewBox'
 
 
 def draw_curves(curves: Sequence[tuple[str, Sequence[float]]], steps: int, top: float, label: str) -> str:
     """Return an SVG drawing of (colour, value of each step) between 0 and `top`, over `steps` training steps."""
-    across, up = _WIDTH - _LEFT - 10, _HEIGHT - _BOTTOM - 10
+    across, up = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM - 10
     body = ""
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = 10 + up * (1 - share)
-        body += charts.line(_LEFT, y, _WIDTH - 10, y)
+        body += charts.line(_LEFT, y, _WIDTH - _RIGHT, y)
         body += charts.text(_LEFT - 6, y + 4, f"{share * top:.2g}", anchor="end")
     for step in (tick for tick in charts.ticks(steps, 8) if tick <= steps):
         body += charts.text(_LEFT + across * step / steps, _HEIGHT - 6, f"{step:g}", anchor="middle")
