@@ -15,7 +15,7 @@ from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.batches import MicroBatch, Sample
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.critic import Critic, load_critic
-from verl_server.train.critic_trainer import States, describe_values
+from verl_server.train.critic_trainer import States, Targets, describe_values
 from verl_server.train.finite_check import NonFiniteError
 from verl_server.train.gae import TurnChain
 from verl_server.train.losses import value_loss
@@ -91,6 +91,38 @@ def test_the_policy_is_trained_on_the_advantages_of_turns(policy_folder: Path, m
     assert by_seed[2].token_advantages.tolist() == [1.0, 1.0, 1.0]
     batch = MicroBatch.of([by_seed[1], by_seed[2]], CPU)
     assert batch.advantages.tolist() == [0.75, 0.5, 0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [10_000, 16, 1])
+def test_gradients_of_the_critic_do_not_depend_on_micro_batches(policy_folder: Path, micro_batch_tokens: int) -> None:
+    """One pass, several, or one for each trajectory have the gradient of the mean loss over the states of all."""
+    config = dataclasses.replace(
+        CONFIG, micro_batch_tokens=micro_batch_tokens, epochs=1, minibatches=1, max_grad_norm=1e9, value_clip=0.0
+    )
+    trainer = make_trainer(policy_folder, config).critic
+    torch.nn.init.normal_(trainer.critic.head.weight)
+    samples = []
+    for number, length in enumerate([1, 9, 4, 17, 2]):
+        trajectory = make_trajectory(number, 1.0, length, seed=number)
+        states = torch.tensor([1, length])[: min(2, length)]
+        returns = torch.arange(len(states)) * 0.5 + number
+        samples.append(Targets(trajectory, states, torch.zeros(len(states)), returns))
+    critic: Any = trainer.critic
+    values, wanted = [], []
+    for sample in samples:
+        hidden = critic.body(input_ids=torch.tensor([sample.trajectory.tokens])).last_hidden_state[0]
+        values += [critic.head(hidden[state])[0] for state in sample.positions.tolist()]
+        wanted += sample.returns.tolist()
+    squares = [(value - target) ** 2 / 2 for value, target in zip(values, wanted, strict=True)]
+    gradients = torch.autograd.grad(torch.stack(squares).mean(), list(critic.parameters()))
+
+    before = [parameter.detach().clone() for parameter in critic.parameters()]
+    trainer.optimizer = torch.optim.SGD(critic.parameters(), lr=1.0)
+    learned = trainer.update(samples, 0)
+    for parameter, old, gradient in zip(critic.parameters(), before, gradients, strict=True):
+        torch.testing.assert_close(old - parameter.detach(), gradient, rtol=1e-3, atol=1e-4)
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    assert learned.losses["value_grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
 def test_the_critic_learns_what_follows(policy_folder: Path) -> None:
@@ -185,9 +217,9 @@ def test_a_critic_needs_the_policys_tokens(policy_folder: Path) -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(BadRequestError, match=r"gae_lambda must be from 0 to 1, not 1\.5"):
+    with pytest.raises(BadRequestError, match=r"--ppo\.gae-lambda must be from 0 to 1, not 1\.5"):
         PPOConfig(gae_lambda=1.5)
-    with pytest.raises(BadRequestError, match=r"value_clip must not be negative, not -1"):
+    with pytest.raises(BadRequestError, match=r"--ppo\.value-clip must not be negative, not -1"):
         PPOConfig(value_clip=-1.0)
     with pytest.raises(BadRequestError, match=r"--ppo\.tis-bound is for --ppo\.loss tis"):
         PPOConfig(tis_bound=3.0)

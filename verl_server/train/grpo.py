@@ -51,6 +51,7 @@ from verl_server.train.run import RunParts, Step
 from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.sampled_versions import leave_out_other_versions
+from verl_server.train.schedules import learning_rate
 from verl_server.train.server_use import ServerUse
 from verl_server.train.servers import RolloutServers
 from verl_server.train.step_journal import StepJournal, joined
@@ -149,9 +150,15 @@ class PolicyTrainer:
         most = int(over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
         minibatches = min(config.minibatches, most)
         progress = step / max(1, self._run_steps)
-        warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+        rate = learning_rate(
+            *(step, self._run_steps),
+            peak=config.learning_rate,
+            schedule=config.schedule,
+            final=config.final_learning_rate,
+            warmup_steps=config.warmup_steps,
+        )
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * warmup * max(config.final_learning_rate, 1.0 - progress)
+            group["lr"] = rate
         # The order is a function of the step, so that a resumed run trains in the same order.
         shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         # The proximal policy is the one before the first optimizer step. A single step computes it anyway.
@@ -162,7 +169,7 @@ class PolicyTrainer:
             for rows in torch.randperm(len(samples), generator=shuffle).tensor_split(minibatches):
                 minibatch = [samples[row] for row in rows.tolist()]
                 results.append(self._optimizer_step(minibatch, config.entropy_coef * max(0.0, 1.0 - progress), step))
-        return Learned.over(results)
+        return replace(Learned.over(results), learning_rate=rate)
 
     def _with_proximal_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with the log-probabilities that the policy gives their tokens now. All ranks call it."""

@@ -78,6 +78,11 @@ class LossConfig:
     """Two bounds: leave a trajectory out of the loss if the geometric mean of its importance weights is outside, such
     as 0.9 1.1. Long trajectories permit narrower bounds. None: no mask."""
 
+    @classmethod
+    def flag(cls, name: str) -> str:
+        """Return the option of a field, as it is typed on the command line."""
+        return f"--{cls.option}.{name.replace('_', '-')}"
+
     def __post_init__(self) -> None:
         flag = f"--{self.option}."
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):

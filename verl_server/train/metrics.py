@@ -31,6 +31,8 @@ class Learned:
     """Optimizer steps that were taken."""
     skipped_optimizer_steps: int = 0
     """Optimizer steps that were not taken, because float16 gradients overflowed."""
+    learning_rate: float | None = None
+    """Learning rate of the policy in this training step. None if only PPO's critic was trained."""
 
     @classmethod
     def over(cls, steps: Sequence[Learned]) -> Learned:
@@ -112,6 +114,8 @@ class StepMetrics:
     skipped_optimizer_steps: int = 0
     """Optimizer steps that were not taken, because float16 gradients overflowed. If all of the step's are skipped,
     weights and version stay."""
+    learning_rate: float | None = None
+    """Learning rate of the policy's optimizer. None if the step did not train the policy."""
     loss_scale: float | None = None
     """Factor of the loss after the step. None if the loss is not scaled, or if the step trained nothing."""
     skipped: str | None = None
@@ -192,6 +196,7 @@ def note_learned(metrics: StepMetrics, learned: Learned, loss_scale: float | Non
     metrics.losses = learned.losses
     metrics.trained_tokens, metrics.padded_tokens = learned.tokens, learned.padded_tokens
     metrics.skipped_optimizer_steps = learned.skipped_optimizer_steps
+    metrics.learning_rate = learned.learning_rate
     metrics.loss_scale = loss_scale
     metrics.train_seconds = seconds
 

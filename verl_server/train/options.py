@@ -25,6 +25,7 @@ from verl_server.train.kept_checkpoints import KEPT
 from verl_server.train.losses import LossConfig
 from verl_server.train.ranks import SAVE_TIMEOUT
 from verl_server.train.run_advisor import check_names
+from verl_server.train.schedules import Schedule
 from verl_server.train.servers import MAX_RELAUNCHES
 from verl_server.train.trackers.kinds import Logger, check_loggers
 from verl_server.watch.advisories import GAP
@@ -53,8 +54,11 @@ class GRPOConfig(LossConfig):
     own. Gradients are summed over the passes, so this changes memory and speed only."""
     learning_rate: float = 1e-6
     """Learning rate of AdamW after the warm-up."""
+    schedule: Schedule = "linear"
+    """How the learning rate falls after the warm-up: linearly towards 0 until --grpo.final-learning-rate is left, along
+    half a period of a cosine to that share at the last step, or not at all."""
     final_learning_rate: float = 0.15
-    """Share of the learning rate that remains at the last step. The learning rate falls linearly."""
+    """Share of the learning rate below which it does not fall. Not for the schedule constant."""
     warmup_steps: int = 5
     """Steps over which the learning rate rises linearly."""
     correction_bound: float = 0.0
@@ -75,13 +79,24 @@ class GRPOConfig(LossConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        flag = self.flag
         for name in ("groups", "group_size", "epochs", "minibatches", "micro_batch_tokens"):
             if getattr(self, name) < 1:
-                raise BadRequestError(f"GRPOConfig.{name} must be at least 1, not {getattr(self, name)}.")
+                raise BadRequestError(f"{flag(name)} must be at least 1, not {getattr(self, name)}.")
         if not 0 < self.temperature < math.inf:
-            raise BadRequestError(f"GRPOConfig.temperature must be finite and more than 0, not {self.temperature}.")
+            raise BadRequestError(f"{flag('temperature')} must be finite and more than 0, not {self.temperature:g}.")
         if self.correction_bound < 0:
-            raise BadRequestError(f"GRPOConfig.correction_bound must not be negative, not {self.correction_bound}.")
+            raise BadRequestError(f"{flag('correction_bound')} must not be negative, not {self.correction_bound:g}.")
+        if not 0 <= self.final_learning_rate <= 1:
+            raise BadRequestError(
+                f"{flag('final_learning_rate')} must be from 0 to 1, not {self.final_learning_rate:g}: it is a share "
+                f"of {flag('learning_rate')}."
+            )
+        if self.schedule == "constant" and self.final_learning_rate != GRPOConfig.final_learning_rate:
+            raise BadRequestError(
+                f"{flag('final_learning_rate')} has no effect on {flag('schedule')} constant: remove it, or name "
+                "linear or cosine."
+            )
 
 
 @dataclass(frozen=True)

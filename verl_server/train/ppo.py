@@ -117,6 +117,7 @@ def _together(policy: Learned, critic: Learned) -> Learned:
         policy.padded_tokens + critic.padded_tokens,
         policy.optimizer_steps + critic.optimizer_steps,
         policy.skipped_optimizer_steps,
+        policy.learning_rate,
     )
 
 

@@ -45,10 +45,10 @@ class PPOConfig(GRPOConfig):
         super().__post_init__()
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
-                raise BadRequestError(f"PPOConfig.{name} must be from 0 to 1, not {getattr(self, name):g}.")
+                raise BadRequestError(f"{self.flag(name)} must be from 0 to 1, not {getattr(self, name):g}.")
         for name in ("value_clip", "critic_learning_rate", "critic_warmup_steps"):
             if getattr(self, name) < 0:
-                raise BadRequestError(f"PPOConfig.{name} must not be negative, not {getattr(self, name):g}.")
+                raise BadRequestError(f"{self.flag(name)} must not be negative, not {getattr(self, name):g}.")
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ STEP_FIGURES = {
     "gap/mean": "logprob_gap_mean",
     "gap/max": "logprob_gap",
     "gap/kl": "logprob_kl",
+    "policy/learning_rate": "learning_rate",
     "policy/skipped_optimizer_steps": "skipped_optimizer_steps",
     "policy/loss_scale": "loss_scale",
     "age/mean": "age",
