@@ -107,7 +107,7 @@ def test_groups_must_divide_over_ranks(policy_folder: Path) -> None:
     trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), GRPOConfig(groups=3), 10, CPU)
     ranks = all_ranks()
     ranks.size = 2
-    with pytest.raises(BadRequestError, match="groups=3 does not divide over 2 ranks"):
+    with pytest.raises(BadRequestError, match=r"--grpo\.groups 3 does not divide over 2 ranks"):
         GRPO(trainer, None, None, ranks)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +229,17 @@ def without_host(url: str) -> str:
     return _HOST.sub(r"\1*", url)
 
 
-def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_differ: Mapping[str, str]) -> dict[str, Any]:
+def check_settings(
+    place: Path,
+    file: Path,
+    wanted: Mapping[str, Any],
+    may_differ: Mapping[str, str],
+    shown_as: Callable[[str], str] = str,
+) -> dict[str, Any]:
     """Compare settings with the settings that the run at `place` stored in `file`, and return the stored settings.
 
-    `may_differ` has names, or "outer.*" for all names in `outer`. Raise BadRequestError with a list of all other
+    `may_differ` has names, or "outer.*" for all names in `outer`. `shown_as` returns the name of a setting for
+    messages, if the user types another one. Raise BadRequestError with a list of all other
     differences, or if the file cannot be read.
     """
     found = stored_settings(file)
@@ -240,12 +247,12 @@ def check_settings(place: Path, file: Path, wanted: Mapping[str, Any], may_diffe
     # A run of an earlier version lacks the settings that are new. One of today lacks none.
     lacking = {name for name in names if name not in found or (_COMMAND not in found and name not in wanted)}
     if lacking:
-        shown = ", ".join(sorted(lacking))
+        shown = ", ".join(map(shown_as, sorted(lacking)))
         logger.warning("%s is of an earlier version. These settings are not compared: %s.", file, shown)
         names -= lacking
     compared = [name for name in sorted(names) if not _is_allowed(name, may_differ)]
     different = [
-        f"{name}: was {_shown(found, name)}, is {_shown(wanted, name)}"
+        f"{shown_as(name)}: was {_shown(found, name)}, is {_shown(wanted, name)}"
         for name in compared
         if found.get(name, _ABSENT) != wanted.get(name, _ABSENT)
     ]

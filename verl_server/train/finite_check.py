@@ -17,47 +17,47 @@ from torch.distributed.tensor import DTensor
 
 from verl_server.errors import VerlServerError
 from verl_server.train.batches import MicroBatch
+from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import Policy
-
-_DIVERGED = "If the weights have diverged, start again with a smaller --grpo.learning-rate."
 
 
 class NonFiniteError(VerlServerError):
     """A pass computed infinity or NaN. No optimizer step was taken with it, so the weights are still finite."""
 
 
-def logprobs_error(policy: Policy, batch: MicroBatch, temperature: float) -> NonFiniteError:
+def logprobs_error(policy: Policy, batch: MicroBatch, config: GRPOConfig) -> NonFiniteError:
     """Return the error for log-probabilities that are not finite. It names the first module with such an output.
 
     All ranks call it, each with its micro-batch of that pass. The pass runs again, with a hook at each module.
     """
     dtype = str(policy.compute_dtype).removeprefix("torch.")
-    place = _first_of_ranks(_broken_weight(policy) or _broken_module(policy, batch, temperature))
+    place = _first_of_ranks(_broken_weight(policy) or _broken_module(policy, batch, config.temperature))
     text = f"Log-probabilities that the trainer computes in {dtype} are not finite."
     text += f" {place or 'A second pass did not show where'}."
     if policy.compute_dtype == torch.float16:
         text += f" The largest float16 is {torch.finfo(torch.float16).max:g}."
         return NonFiniteError(f"{text} Train with --compute-dtype bfloat16, which has the range of float32.")
-    return NonFiniteError(f"{text} {_DIVERGED}")
+    return NonFiniteError(f"{text} {_diverged(config)}")
 
 
-def loss_error(batches: Sequence[MicroBatch]) -> NonFiniteError:
+def loss_error(batches: Sequence[MicroBatch], config: GRPOConfig) -> NonFiniteError:
     """Return the error for a loss that is not finite although the log-probabilities are. All ranks call it."""
     fields = ("behaviour_logprobs", "advantages")
     broken = [name for name in fields if not all(_is_finite(getattr(batch, name)) for batch in batches)]
     place = _first_of_ranks(f"The trajectories have {' and '.join(broken)} that are not finite" if broken else None)
     if place is None:
         place = "The probability of a token grew by more than float32 can express since it was sampled"
-    return NonFiniteError(f"The loss is not finite, although the policy's log-probabilities are. {place}. {_DIVERGED}")
+    text = f"The loss is not finite, although the policy's log-probabilities are. {place}."
+    return NonFiniteError(f"{text} {_diverged(config)}")
 
 
-def gradients_error(policy: Policy) -> NonFiniteError:
+def gradients_error(policy: Policy, config: GRPOConfig) -> NonFiniteError:
     """Return the error for gradients or a norm that are not finite although the loss is. All ranks call it."""
     named = ((name, parameter.grad) for name, parameter in policy.stored_weights())
     broken = next((name for name, gradient in named if gradient is not None and not _is_finite(gradient)), None)
     place = _first_of_ranks(None if broken is None else f"The gradient of {broken} is not finite")
     place = place or "The norm of the gradients is not finite"
-    return NonFiniteError(f"{place}, although the loss is. {_DIVERGED}")
+    return NonFiniteError(f"{place}, although the loss is. {_diverged(config)}")
 
 
 def critic_error(values: float, norm: float) -> NonFiniteError:
@@ -66,6 +66,10 @@ def critic_error(values: float, norm: float) -> NonFiniteError:
         f"The loss of the critic is {values:g}, and the norm of its gradients {norm:g}. Start again with a smaller "
         "--ppo.critic-learning-rate, or with rewards on a scale of about 1."
     )
+
+
+def _diverged(config: GRPOConfig) -> str:
+    return f"If the weights have diverged, start again with a smaller {config.flag('learning_rate')}."
 
 
 def _broken_weight(policy: Policy) -> str | None:

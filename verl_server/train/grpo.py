@@ -137,7 +137,7 @@ class PolicyTrainer:
         is_broken = not logprobs.isfinite().all()
         *total, broken = over_ranks(torch.tensor([*sums, float(is_broken)], dtype=torch.float64)).tolist()
         if broken:
-            raise logprobs_error(self.policy, batch, self.config.temperature)
+            raise logprobs_error(self.policy, batch, self.config)
         return LogprobGap.from_sums(total, float(over_ranks(torch.tensor(largest), dist.ReduceOp.MAX)))
 
     def update(self, samples: Sequence[Sample], step: int) -> Learned:
@@ -217,9 +217,9 @@ class PolicyTrainer:
         losses = mean_losses(dict(zip(sums, totals[len(packed) : -1], strict=True)), mean)
         if any(totals[: len(packed)]):
             first = next(i for i, count in enumerate(totals) if count)
-            raise logprobs_error(self.policy, MicroBatch.of(packed[first], self.device), config.temperature)
+            raise logprobs_error(self.policy, MicroBatch.of(packed[first], self.device), config)
         if not math.isfinite(losses["loss"]):
-            raise loss_error([MicroBatch.of(rows, self.device, config.correction_bound) for rows in packed])
+            raise loss_error([MicroBatch.of(rows, self.device, config.correction_bound) for rows in packed], config)
         is_finite = math.isfinite(totals[-1])
         if is_finite:
             losses["grad_norm"] = totals[-1]
@@ -228,7 +228,7 @@ class PolicyTrainer:
                 self.optimizer.step()
                 self.scaling.update()
         elif not self.scaling.lower():
-            raise gradients_error(self.policy)
+            raise gradients_error(self.policy, config)
         self.optimizer.zero_grad()
         return Learned(losses, counts[1], counts[2], int(is_finite), int(not is_finite))
 
@@ -279,7 +279,8 @@ class GRPO:
         self._stop = stop or StopRequest()
         self._advisor = advisor
         if trainer.config.groups % ranks.size:
-            raise BadRequestError(f"groups={trainer.config.groups} does not divide over {ranks.size} ranks.")
+            option = trainer.config.flag("groups")
+            raise BadRequestError(f"{option} {trainer.config.groups} does not divide over {ranks.size} ranks.")
         self._groups = trainer.config.groups // ranks.size
         self._first_group = ranks.rank * self._groups
         self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())

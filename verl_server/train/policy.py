@@ -90,7 +90,7 @@ def load_policy(
     Passes are computed in `compute_dtype`; None means bfloat16 on CUDA and float32 on the CPU. All ranks call it.
     """
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    language_model = load_language_model(model_path, "model_path", device, gradient_checkpointing)
+    language_model = load_language_model(model_path, "--model-path", device, gradient_checkpointing)
     policy = Policy(language_model, logprob_chunk, dtype)
     shard(policy, language_model.model.layers, dtype, device)
     policy.remember_stored_weights()

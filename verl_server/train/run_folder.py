@@ -27,7 +27,7 @@ from verl_server.files.segments import read_segments
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint, step_of
 from verl_server.train.forks import Forked
 from verl_server.train.journal import check_journals
-from verl_server.train.run_settings import MAY_DIFFER, REMOVED
+from verl_server.train.run_settings import MAY_DIFFER, REMOVED, typed_names
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,8 @@ class RunFolder:
         first = 0
         if self._settings is not None:
             if self._run_file.exists():
-                stored = check_settings(self.path, self._run_file, self._settings(), MAY_DIFFER | REMOVED)
+                wanted, differ = self._settings(), MAY_DIFFER | REMOVED
+                stored = check_settings(self.path, self._run_file, wanted, differ, typed_names(wanted))
                 first = _first_step(stored)
             else:
                 logger.warning("%s is missing, so the settings of the run are not compared.", self._run_file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from verl_server.files.json_files import read_bytes
 from verl_server.files.run_output import location, settings_of, without_host
 from verl_server.rollout.environments.named import is_named
 from verl_server.server_args import ServerArgs
-from verl_server.train.options import TrainArgs
+from verl_server.train.options import GRPOConfig, TrainArgs
+from verl_server.train.ppo_options import PPOConfig
 
 _TIME = "a bound of time ends an episode or the run, and changes no other one"
 _MEMORY = "it changes memory and speed only"
@@ -78,6 +80,15 @@ MAY_DIFFER = {
 
 REMOVED = {"gap_alarm": "stop_on is in its place"}
 """Settings that runs of earlier versions stored, and that are not compared."""
+
+
+def typed_names(settings: Mapping[str, Any]) -> Callable[[str], str]:
+    """Return a function from the name of a setting to the name on the command line of `settings`.
+
+    PPO stores its settings as grpo.NAME, too, so that readers of run.json find those of each algorithm in one place.
+    """
+    option = PPOConfig.option if str(settings.get("command")).endswith("ppo") else GRPOConfig.option
+    return lambda name: f"{option}.{rest}" if (rest := name.removeprefix("grpo.")) != name else name
 
 
 def run_settings(args: TrainArgs) -> dict[str, Any]:

@@ -185,7 +185,8 @@ class Advisor:
             if not known.is_worse(found):
                 return []
         self._open[name] = _Open(found)
-        return [Advisory(name=name, step=step, **msgspec.structs.asdict(found))]
+        typed = found.typed(self.past.settings.option)
+        return [Advisory(name=name, step=step, **msgspec.structs.asdict(typed))]
 
 
 def _figures(line: Mapping[str, Any]) -> StepFigures:

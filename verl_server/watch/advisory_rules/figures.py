@@ -59,7 +59,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure beyond its bound."""
+    """A figure beyond its bound. Its texts name the options of GRPO; `typed` returns those of the run's algorithm."""
 
     figure: float
     bound: float
@@ -70,6 +70,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str
     """The remedy, as sentences."""
     severity: Severity = "warning"
+
+    def typed(self, option: str) -> Finding:
+        """Return the finding with the options as the user of `RunSettings.option` types them."""
+        texts = {name: getattr(self, name) for name in ("message", "cause", "remedy")}
+        named = {name: text.replace("--grpo.", f"--{option}.") for name, text in texts.items()}
+        return msgspec.structs.replace(self, **named)
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -89,6 +95,8 @@ class Window(msgspec.Struct, frozen=True):
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What rules know of the settings of a run."""
 
+    option: str = "grpo"
+    """Begin of the options of the algorithm: --grpo.NAME, or --ppo.NAME."""
     learning_rate: float | None = None
     shares_gpu: bool = False
     """True if the run launched its server on the trainer's first GPU. False also if nobody knows."""
@@ -100,7 +108,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         launches = "server_urls" in settings and not settings["server_urls"] and settings.get("device") != "cpu"
         elsewhere = bool(settings.get("server.base_gpu_id")) or bool(settings.get("server.gpu_uuids"))
         return RunSettings(
-            learning_rate=float(rate) if isinstance(rate, int | float) else None, shares_gpu=launches and not elsewhere
+            option="ppo" if str(settings.get("command")).endswith("ppo") else "grpo",
+            learning_rate=float(rate) if isinstance(rate, int | float) else None,
+            shares_gpu=launches and not elsewhere,
         )
 
 
