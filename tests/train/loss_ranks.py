@@ -54,13 +54,13 @@ def main(model: str, file: str) -> None:
         # The last rank has two of seven trajectories.
         mine = [s for i, s in enumerate(make_samples()) if dist.get_world_size() == 1 or (i > 4) == dist.get_rank()]
         learned = trainer.update(mine, 0)
-        found[name] = (learned.losses, _weights(trainer))
+        found[name] = (learned.losses, weights_of(trainer))
     if dist.get_rank() == 0:
         torch.save(found, file)
     dist.destroy_process_group()
 
 
-def _weights(trainer: PolicyTrainer) -> torch.Tensor:
+def weights_of(trainer: PolicyTrainer) -> torch.Tensor:
     """All weights, in the order of their names: fp32 [number of parameters]."""
     named = sorted(trainer.policy.named_weights())
     return torch.cat(

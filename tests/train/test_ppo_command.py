@@ -38,7 +38,7 @@ def test_two_ranks_train_and_one_goes_on(
     policy_folder: Path, server_url: str, environment_url: str, tmp_path: Path
 ) -> None:
     """The metrics of two ranks are those of one with the same episodes, and one rank resumes the run of two."""
-    arguments = ["--model-path", str(policy_folder), "--env-url", environment_url, *SETTINGS]
+    arguments = ["--model-path", str(policy_folder), "--env-url", environment_url, *SETTINGS, "--ppo.kl-coef", "0.1"]
     launched = ["--server.dtype", "float32", "--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
     one, two = tmp_path / "one", tmp_path / "two"
     log = tmp_path / "log"
@@ -51,6 +51,7 @@ def test_two_ranks_train_and_one_goes_on(
     assert [m["weight_version"].partition("@")[0] for m in both] == ["0", "1"]
     for ours, theirs in zip(both, alone, strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3, abs=1e-5)
+    assert all("kl_reference" in m["losses"] for m in both)
     assert "loss" not in both[0]["losses"] and {"loss", "value_loss", "explained_variance"} <= both[1]["losses"].keys()
     assert main([*arguments, "--server", server_url, "--steps", "3", "--out", str(two), "--resume"]) == 0
     assert [m["ranks"] for m in lines(two / "metrics.jsonl")] == [2, 2, 1]
@@ -64,11 +65,12 @@ def test_asynchronous_ppo_trains_and_goes_on(
     """Groups play in a process of their own; critic and policy learn from them, before and after an interruption."""
     out = tmp_path / "run"
     command = ["--model-path", str(policy_folder), "--env-url", environment_url, "--server", server_url]
-    command += ["--out", str(out), *SETTINGS, "--max-staleness", "1"]
+    command += ["--out", str(out), *SETTINGS, "--max-staleness", "1", "--ppo.kl-coef", "0.1", "--ppo.kl-in", "reward"]
     assert async_main([*command, "--steps", "2"]) == 0, capfd.readouterr().err[-6000:]
     assert async_main([*command, "--steps", "3", "--resume"]) == 0, capfd.readouterr().err[-6000:]
     found = lines(out / "metrics.jsonl")
     assert [m["step"] for m in found] == [0, 1, 2] and all(m["age_max"] <= 1 for m in found)
     assert "loss" not in found[0]["losses"]
+    assert all("kl_reference" in m["losses"] for m in found)
     assert all({"loss", "truncated_fraction", "explained_variance"} <= m["losses"].keys() for m in found[1:])
     assert json.loads((out / "checkpoint-3" / "run.json").read_text())["further"] == {"critic": True}

@@ -473,7 +473,8 @@ def _encoded(report: RolloutReport, samples: Sequence[Sample]) -> bytes:
 
 def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> contextlib.AbstractContextManager[AsyncGRPO]:
     """Return the algorithm of a run with the options `args`, to be opened."""
-    return open_asynchronous(args, parts, PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device))
+    trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device, parts.reference)
+    return open_asynchronous(args, parts, trainer)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,9 @@ class Sample:
     """Step in which the trajectory was begun. None: the step that trains it."""
     token_advantages: Tensor | None = field(default=None, compare=False)
     """[n] fp32: the advantage of each token to train on. None: `advantage` for all of them."""
+    reference_logprobs: Tensor | None = field(default=None, compare=False)
+    """[n] fp32 on the CPU: log-probabilities of the tokens to train on under the reference policy. None: there is
+    none."""
 
     def __post_init__(self) -> None:
         check_usable([self.trajectory])
@@ -86,6 +89,8 @@ class MicroBatch:
     mass that the policy gives to the allowed tokens."""
     proximal_logprobs: Tensor | None = None
     """[n] fp32: those of the samples (`Sample.proximal_logprobs`), or None."""
+    reference_logprobs: Tensor | None = None
+    """[n] fp32: those of the samples (`Sample.reference_logprobs`), or None."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device, correction: float = 0.0) -> MicroBatch:
@@ -106,10 +111,11 @@ class MicroBatch:
             positions.append(sampled + row * length)
             own = torch.tensor(trajectory.logprobs)[sampled]
             reported.append(own)
-            logprobs.append(_policy(trajectory, sampled) if trajectory.policy_logprobs else own)
+            logprobs.append(behaviour_logprobs(trajectory) if trajectory.policy_logprobs else own)
             alike = torch.full((len(sampled),), sample.advantage)
             advantages.append(alike if sample.token_advantages is None else sample.token_advantages)
         proximal = [sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None]
+        reference = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
         weights = torch.cat(logprobs) - torch.cat(reported)
         scaled = torch.cat(advantages)
         if correction > 0:
@@ -118,11 +124,20 @@ class MicroBatch:
         batch = cls(tokens.to(device), *flat)
         if proximal:
             batch.proximal_logprobs = torch.cat(proximal).to(device)
+        if reference:
+            batch.reference_logprobs = torch.cat(reference).to(device)
         return batch
 
 
-def _policy(trajectory: Trajectory, positions: Tensor) -> Tensor:
-    """Return the policy's log-probabilities at `positions`, which `check_usable` found to be known."""
+def behaviour_logprobs(trajectory: Trajectory) -> Tensor:
+    """Return the log-probabilities of the tokens to train on under the weights that sampled them, fp32 [n].
+
+    They are those of the policy itself, also if the token was drawn under a mask, a penalty or a bias. `check_usable`
+    found them to be known.
+    """
+    positions = sampled_positions(trajectory)
+    if not trajectory.policy_logprobs:
+        return torch.tensor(trajectory.logprobs)[positions]
     return torch.tensor([trajectory.policy_logprobs[position] for position in positions.tolist()])
 
 

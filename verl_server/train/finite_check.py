@@ -60,6 +60,15 @@ def gradients_error(policy: Policy, config: GRPOConfig) -> NonFiniteError:
     return NonFiniteError(f"{place}, although the loss is. {_diverged(config)}")
 
 
+def reference_error(policy: Policy) -> NonFiniteError:
+    """Return the error for log-probabilities of the reference policy that are not finite."""
+    dtype = str(policy.compute_dtype).removeprefix("torch.")
+    remedy = "Name another --reference-path"
+    if policy.compute_dtype == torch.float16:
+        remedy = "Train with --compute-dtype bfloat16, which has the range of float32"
+    return NonFiniteError(f"Log-probabilities of the reference policy, computed in {dtype}, are not finite. {remedy}.")
+
+
 def critic_error(values: float, norm: float) -> NonFiniteError:
     """Return the error for a critic's loss or gradients that are not finite. All ranks have the same figures."""
     return NonFiniteError(

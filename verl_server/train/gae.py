@@ -12,7 +12,7 @@ branches share are part of each chain, but are trained in one of them only: the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,6 +82,15 @@ class TurnChain:
             is_own=torch.tensor(own),
             turn_of_token=torch.searchsorted(ends, sampled_positions(trajectory), right=True),
         )
+
+    def penalized(self, penalties: Tensor) -> TurnChain:
+        """Return the chain with penalties subtracted from the rewards of its turns.
+
+        `penalties` is fp32 [n], one for each token to train on. Those of a turn are added up. A turn that another
+        branch trains keeps its reward here: no advantage of this branch's own turns depends on it.
+        """
+        of_turns = torch.zeros_like(self.rewards).index_add_(0, self.turn_of_token, penalties)
+        return replace(self, rewards=self.rewards - of_turns)
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:

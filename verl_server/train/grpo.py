@@ -39,6 +39,7 @@ from verl_server.train.evaluation import OnEvaluated, play_held_out
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
 from verl_server.train.held_out import HELD_OUT, HeldOut
 from verl_server.train.journal import GroupJournal
+from verl_server.train.kl import with_penalties
 from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.losses import mean_losses, policy_loss
 from verl_server.train.metrics import Learned, describe_rollout, note_learned
@@ -46,6 +47,7 @@ from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.players import Player, open_player
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup, full, over_ranks
+from verl_server.train.reference import Reference, score
 from verl_server.train.rollout_report import RolloutReport, merge_reports, report_rollout
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_advisor import RunAdvisor
@@ -63,7 +65,9 @@ _PROBE_SECONDS = 1.0
 """Seconds between two looks at the servers while episodes play."""
 
 
-def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) -> list[Sample]:
+def group_advantages(
+    trajectories: Sequence[Trajectory], normalize_std: bool, keeps_equal: bool = False
+) -> list[Sample]:
     """Return the trajectories to train on.
 
     The advantage of a trajectory is its reward minus the mean reward of its group.
@@ -72,7 +76,8 @@ def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) ->
     gets the episode's advantage. Tokens that branches share are in the loss mask of one of them only.
 
     Two kinds are omitted: episodes without a reward (their end is not the policy's, see `rollout.faults`), and groups
-    with equal rewards, because their advantages are 0. `normalize_std` divides by the standard deviation of the group.
+    with equal rewards, because their advantages are 0, unless `keeps_equal` is set. `normalize_std` divides by the
+    standard deviation of the group.
     """
     groups: dict[int, list[list[Trajectory]]] = {}
     for branches in by_episode(t for t in trajectories if t.is_trainable):
@@ -81,9 +86,10 @@ def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) ->
     for group in groups.values():
         rewards = torch.tensor([branches[0].reward for branches in group], dtype=torch.float64)
         centered = rewards - rewards.mean()
-        if centered.abs().max() < 1e-9:
+        is_equal = bool(centered.abs().max() < 1e-9)
+        if is_equal and not keeps_equal:
             continue
-        scale = rewards.std(correction=0) if normalize_std else 1.0
+        scale = rewards.std(correction=0) if normalize_std and not is_equal else 1.0
         for branches, advantage in zip(group, (centered / scale).tolist(), strict=True):
             samples += [Sample(branch, advantage) for branch in branches]
     return samples
@@ -92,8 +98,19 @@ def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) ->
 class PolicyTrainer:
     """The policy and its optimizer; under torchrun, the shards of one rank."""
 
-    def __init__(self, policy: Policy, config: GRPOConfig, steps: int, device: torch.device) -> None:
-        """Take `steps`, the number of steps of the whole run, over which the learning rate falls."""
+    def __init__(
+        self,
+        policy: Policy,
+        config: GRPOConfig,
+        steps: int,
+        device: torch.device,
+        reference: Reference | None = None,
+    ) -> None:
+        """Take `steps`, the number of steps of the whole run, over which the learning rate falls.
+
+        `reference` is the reference policy, which a `config` with `kl_coef` above 0 needs.
+        """
+        assert config.kl_coef == 0 or reference is not None
         self.policy = policy
         self.config = config
         self.device = device
@@ -103,6 +120,7 @@ class PolicyTrainer:
         self.scaling = LossScaling(policy.compute_dtype, device)
         self.steps = StepCounter()
         self.trained = TrainedRecord(config)
+        self.reference = reference
         self._run_steps = steps
 
     @property
@@ -111,8 +129,11 @@ class PolicyTrainer:
         return {}
 
     def samples(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
-        """Return the trajectories to train on, with their advantages. The groups among `trajectories` are whole."""
-        return group_advantages(trajectories, self.config.normalize_std)
+        """Return the trajectories to train on, with their advantages. The groups among `trajectories` are whole.
+
+        With a reference policy, groups with equal rewards are among them: the KL holds the policy there, too.
+        """
+        return group_advantages(trajectories, self.config.normalize_std, keeps_equal=self.config.kl_coef > 0)
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:
         """Return the gap between the server's and the trainer's log-probabilities of tokens sampled under `version`.
@@ -145,6 +166,19 @@ class PolicyTrainer:
 
         Raise NonFiniteError or LossScaleError on all ranks, before an optimizer step that would break the weights.
         """
+        samples, figures = self.compare_with_reference(samples)
+        if self.config.has_kl_reward:
+            samples = with_penalties(samples, self.config.kl_coef)
+        learned = self.optimize(samples, step)
+        learned.losses |= figures
+        return learned
+
+    def compare_with_reference(self, samples: Sequence[Sample]) -> tuple[Sequence[Sample], dict[str, float]]:
+        """Return the samples with the reference's log-probabilities, and the figures, if there is a reference."""
+        return (samples, {}) if self.reference is None else self.reference.score(samples, self.config)
+
+    def optimize(self, samples: Sequence[Sample], step: int) -> Learned:
+        """Train on samples whose advantages are known, as `update` does."""
         config = self.config
         self.trained.clear()
         most = int(over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
@@ -163,25 +197,14 @@ class PolicyTrainer:
         shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         # The proximal policy is the one before the first optimizer step. A single step computes it anyway.
         if config.needs_proximal and config.epochs * minibatches > 1:
-            samples = self._with_proximal_logprobs(samples)
+            proximal = score(self.policy, samples, config, self.device)
+            samples = [replace(s, proximal_logprobs=own) for s, own in zip(samples, proximal, strict=True)]
         results = []
         for _ in range(config.epochs):
             for rows in torch.randperm(len(samples), generator=shuffle).tensor_split(minibatches):
                 minibatch = [samples[row] for row in rows.tolist()]
                 results.append(self._optimizer_step(minibatch, config.entropy_coef * max(0.0, 1.0 - progress), step))
         return replace(Learned.over(results), learning_rate=rate)
-
-    def _with_proximal_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the log-probabilities that the policy gives their tokens now. All ranks call it."""
-        known: dict[int, Sample] = {}
-        for rows in pack_alike(samples, self.config.micro_batch_tokens):
-            batch = MicroBatch.of(rows, self.device)
-            with torch.no_grad():
-                logprobs, _ = self.policy(batch.tokens, batch.positions, self.config.temperature, entropy=False)
-            counts = [len(sampled_positions(sample.trajectory)) for sample in rows]
-            for sample, own in zip(rows, logprobs.split(counts), strict=True):
-                known[id(sample)] = replace(sample, proximal_logprobs=own)
-        return [known[id(sample)] for sample in samples]
 
     def _optimizer_step(self, minibatch: Sequence[Sample], entropy_coef: float, step: int) -> Learned:
         """Take one optimizer step on the mean loss over the sampled tokens of all ranks.
@@ -433,7 +456,7 @@ class GRPO:
 @contextlib.contextmanager
 def open_grpo(args: TrainArgs, parts: RunParts) -> Iterator[GRPO]:
     """Yield the algorithm of a run with the options `args`. Each rank plays its groups in a thread of its own."""
-    trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device)
+    trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device, parts.reference)
     journal = GroupJournal(args.out, parts.ranks.rank, parts.ranks.size, parts.files.note)
     with (
         contextlib.closing(journal),

@@ -33,6 +33,9 @@ Masks set the term of a token to 0. They look at w, which is the same in all opt
                      sequence masking (Liu, Li et al. 2025, "When speed kills stability"). Unlike the product, the
                      geometric mean does not favour short trajectories.
 
+With `kl_in` loss, `kl_coef` times an estimate of the KL from a reference policy is added for each token (`kl`). Neither
+masks nor importance weights apply to it.
+
 The trainer divides the sum by the number of sampled tokens of all ranks. Masked tokens count in it, as in IcePop.
 """
 
@@ -48,6 +51,7 @@ from torch import Tensor
 
 from verl_server.errors import BadRequestError
 from verl_server.train.batches import MicroBatch
+from verl_server.train.kl import kl_estimates
 
 _MOST_LOG_RATIO = 20.0
 """Bound of a log ratio in metrics, so that one token cannot make them infinite. Losses have no such bound."""
@@ -77,6 +81,15 @@ class LossConfig:
     sequence_mask: tuple[float, float] | None = None
     """Two bounds: leave a trajectory out of the loss if the geometric mean of its importance weights is outside, such
     as 0.9 1.1. Long trajectories permit narrower bounds. None: no mask."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence per token between the policy and a reference policy, which is the policy at the
+    run's begin or that of --reference-path. 0: no reference policy is loaded."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL is: added to the loss of each token, or subtracted from rewards (of the episode in GRPO, of each
+    turn in PPO)."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimate of the KL for a token. In the loss k3 (the default, as in GRPO's paper) or k2, whose gradient is that of
+    the KL of policy and reference; in the reward k1."""
 
     @classmethod
     def flag(cls, name: str) -> str:
@@ -111,10 +124,41 @@ class LossConfig:
                     f"{flag}{option} needs a bound below 1 and a bound above 1, such as 0.5 5, not {bounds[0]:g} "
                     f"{bounds[1]:g}: the importance weight of a token that the trainer itself would sample is 1."
                 )
+        self._check_kl()
+
+    def _check_kl(self) -> None:
+        flag = self.flag
+        if not 0 <= self.kl_coef < math.inf:
+            raise BadRequestError(f"{flag('kl_coef')} must be finite and not negative, not {self.kl_coef:g}.")
+        if self.kl_coef == 0 and (self.kl_in != "loss" or self.kl_estimator is not None):
+            raise BadRequestError(
+                f"{flag('kl_in')} and {flag('kl_estimator')} have no effect with {flag('kl_coef')} 0: remove them, or "
+                "name a coefficient."
+            )
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise BadRequestError(
+                f"{flag('kl_estimator')} k1 in the loss has a mean gradient of 0, so it would hold nothing. Take k2, "
+                f"whose gradient is that of the KL, or k3, or {flag('kl_in')} reward."
+            )
+        if self.kl_in == "reward" and self.kl_estimator in ("k2", "k3"):
+            raise BadRequestError(
+                f"{flag('kl_estimator')} {self.kl_estimator} in the reward does not have the gradient of a KL. Take "
+                f"k1, which has it, or {flag('kl_in')} loss."
+            )
 
     @property
     def has_masks(self) -> bool:
         return self.token_mask is not None or self.sequence_mask is not None
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """True if the loss has the KL from the reference policy."""
+        return self.kl_coef > 0 and self.kl_in == "loss"
+
+    @property
+    def has_kl_reward(self) -> bool:
+        """True if rewards have the penalty of the KL from the reference policy."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
     def needs_proximal(self) -> bool:
@@ -148,6 +192,9 @@ def policy_loss(
         sums["entropy"] = entropy.detach().sum()
         if entropy_coef:
             loss = loss - entropy_coef * entropy.sum()
+    if config.has_kl_loss and batch.reference_logprobs is not None:  # a batch without samples has none
+        estimates = kl_estimates(logprobs, batch.reference_logprobs, config.kl_estimator or "k3")
+        loss = loss + config.kl_coef * estimates.sum()
     return loss, {"loss": loss.detach()} | sums
 
 
@@ -203,7 +250,7 @@ def mean_losses(sums: Mapping[str, float], share: float) -> dict[str, float]:
 def _drift(log_ratio: Tensor) -> dict[str, Tensor]:
     """Return sums over current / behaviour, whose logs are `log_ratio` [n].
 
-    The estimate of KL(behaviour || current) is r - 1 - log r, called k3: Schulman 2020, "Approximating KL divergence".
+    The estimate of KL(behaviour || current) is r - 1 - log r, k3 of `kl`.
     """
     log_ratio = log_ratio.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
     ratio = log_ratio.exp()

@@ -41,6 +41,8 @@ class WrongOptionsError(BadRequestError):
 class GRPOConfig(LossConfig):
     """Settings of the algorithm, with those of its loss."""
 
+    compares_groups: ClassVar[bool] = True
+    """True if an episode is compared with the others of its group."""
     groups: int = 16
     """Number of groups of each step, over all ranks. The episodes of a group have the same environment seed."""
     group_size: int = 16
@@ -92,6 +94,12 @@ class GRPOConfig(LossConfig):
                 f"{flag('final_learning_rate')} must be from 0 to 1, not {self.final_learning_rate:g}: it is a share "
                 f"of {flag('learning_rate')}."
             )
+        if self.has_kl_reward and self.compares_groups and self.normalize_std:
+            raise BadRequestError(
+                f"{flag('kl_in')} reward cannot be combined with {flag('normalize_std')}: in a group with equal "
+                "rewards, the penalties alone, however small, would be scaled up to the size of rewards. Remove one "
+                f"of them, or take {flag('kl_in')} loss."
+            )
         if self.schedule == "constant" and self.final_learning_rate != GRPOConfig.final_learning_rate:
             raise BadRequestError(
                 f"{flag('final_learning_rate')} has no effect on {flag('schedule')} constant: remove it, or name "
@@ -113,6 +121,9 @@ class TrainArgs:
     """Name of the command in run.json."""
     model_path: str
     """Model folder or hub id with the initial weights of the policy."""
+    reference_path: str | None = None
+    """Model folder or hub id of the reference policy, for --grpo.kl-coef. It needs the tokenizer of the policy.
+    Default: --model-path, also with --resume and --fork."""
     env_url: Annotated[str | None, tyro.conf.arg(aliases=("--environment",))] = None
     """URL of an environment server (OpenEnv's protocol). Required without --agent. --environment is the same option."""
     agent: str | None = None
@@ -221,6 +232,9 @@ class TrainArgs:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.max_skipped_steps < 1 or self.logprob_chunk < 1:
             raise BadRequestError("--steps, --max-skipped-steps and --logprob-chunk must be at least 1.")
+        if self.reference_path is not None and self.grpo.kl_coef == 0:
+            coefficient = self.grpo.flag("kl_coef")
+            raise BadRequestError(f"--reference-path is for {coefficient} above 0: remove it, or name a coefficient.")
         if self.fork is not None and self.resume:
             raise BadRequestError("--resume continues the run in --out from its own checkpoint: remove --fork.")
         if self.fork_step is not None and self.fork is None:

@@ -97,10 +97,16 @@ def load_policy(
     return policy.train()
 
 
-def load_language_model(model_path: str, setting: str, device: torch.device, gradient_checkpointing: bool) -> Any:
-    """Return the causal language model of a Hugging Face folder, in fp32 on `device`. `setting` is what named it."""
+def load_language_model(
+    model_path: str,
+    setting: str,
+    device: torch.device,
+    gradient_checkpointing: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Return the causal language model of a Hugging Face folder on `device`. `setting` is what named the folder."""
     folder = resolve_model_folder(model_path, setting=setting)
-    language_model = load_pretrained(AutoModelForCausalLM, model_path, setting, folder, dtype=torch.float32)
+    language_model = load_pretrained(AutoModelForCausalLM, model_path, setting, folder, dtype=dtype)
     if gradient_checkpointing:
         # transformers has renamed the method, but the oldest release that we support has the old name only.
         enable = getattr(language_model, "activation_checkpointing_enable", None)

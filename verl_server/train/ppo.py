@@ -9,7 +9,7 @@ episode by itself, and tells a good turn of an episode from a bad one.
 
     1. Play episodes with the present weights.                             `grpo.GRPO`
     2. V_t: the critic's value of the state before each turn.              `critic_trainer`
-    3. Advantages and returns of the turns, from rewards and V.            `gae`
+    3. Advantages and returns of the turns, from rewards and V.            `gae`, `kl`
     4. Train the critic to say the returns, with clipped values.           `critic_trainer`, `losses.value_loss`
     5. Train the policy on the advantages, with a clipped ratio.           `grpo.PolicyTrainer`, `losses.policy_loss`
     6. Push the policy's weights into the rollout servers.                 `grpo.GRPO`
@@ -38,11 +38,13 @@ from verl_server.train.critic import Critic, load_critic
 from verl_server.train.critic_trainer import CriticTrainer, States, Targets, describe_values
 from verl_server.train.gae import TurnChain, gae, padded
 from verl_server.train.grpo import GRPO, PolicyTrainer
+from verl_server.train.kl import token_penalties
 from verl_server.train.metrics import Learned
 from verl_server.train.players import open_player
 from verl_server.train.policy import Policy
 from verl_server.train.ppo_options import AsyncPPOTrainArgs, PPOConfig, PPOTrainArgs
 from verl_server.train.ranks import over_ranks
+from verl_server.train.reference import Reference
 from verl_server.train.run import RunParts
 
 
@@ -51,9 +53,17 @@ class PPOTrainer(PolicyTrainer):
 
     config: PPOConfig
 
-    def __init__(self, policy: Policy, critic: Critic, config: PPOConfig, steps: int, device: torch.device) -> None:
-        """Take `steps`, the number of steps of the whole run, over which the policy's learning rate falls."""
-        super().__init__(policy, config, steps, device)
+    def __init__(
+        self,
+        policy: Policy,
+        critic: Critic,
+        config: PPOConfig,
+        steps: int,
+        device: torch.device,
+        reference: Reference | None = None,
+    ) -> None:
+        """Take the critic, and what `PolicyTrainer` takes."""
+        super().__init__(policy, config, steps, device, reference)
         self.critic = CriticTrainer(critic, config, self.steps, device)
 
     @property
@@ -70,7 +80,10 @@ class PPOTrainer(PolicyTrainer):
         All ranks call it, and at least one rank has a sample. Raise errors as `PolicyTrainer.update` does.
         """
         config = self.config
+        samples, figures = self.compare_with_reference(samples)
         chains = [TurnChain.of(sample.trajectory) for sample in samples]
+        if config.has_kl_reward:
+            chains = [c.penalized(config.kl_coef * token_penalties(s)) for c, s in zip(chains, samples, strict=True)]
         states = [States(s.trajectory, chain.states) for s, chain in zip(samples, chains, strict=True)]
         values = self.critic.values(states)
         rewards = padded([chain.rewards for chain in chains])
@@ -81,7 +94,7 @@ class PPOTrainer(PolicyTrainer):
             Targets(s.trajectory, chain.states[mask], value[mask], found[: len(mask)][mask])
             for s, chain, mask, value, found in zip(samples, chains, own, values, returns, strict=True)
         ]
-        figures = describe_values(_joined([t.values for t in targets]), _joined([t.returns for t in targets]))
+        figures |= describe_values(_joined([t.values for t in targets]), _joined([t.returns for t in targets]))
         learned = self.critic.update(targets, step)
         learned.losses |= figures
         if step < config.critic_warmup_steps:
@@ -93,7 +106,7 @@ class PPOTrainer(PolicyTrainer):
         for sample, chain, row in zip(samples, chains, advantages, strict=True):
             of_tokens = row[chain.turn_of_token]
             weighed.append(replace(sample, advantage=float(of_tokens.mean()), token_advantages=of_tokens))
-        return _together(super().update(weighed, step), learned)
+        return _together(self.optimize(weighed, step), learned)
 
 
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -135,7 +148,7 @@ def make_ppo_trainer(args: PPOTrainArgs | AsyncPPOTrainArgs, parts: RunParts) ->
         compute_dtype=parts.policy.compute_dtype,
         gradient_checkpointing=args.gradient_checkpointing,
     )
-    return PPOTrainer(parts.policy, critic, args.grpo, args.steps, parts.device)
+    return PPOTrainer(parts.policy, critic, args.grpo, args.steps, parts.device, parts.reference)
 
 
 @contextlib.contextmanager

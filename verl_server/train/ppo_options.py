@@ -21,6 +21,7 @@ class PPOConfig(GRPOConfig):
     """Settings of PPO. On the command line they are `--ppo.NAME`, also those that GRPO has."""
 
     option: ClassVar[str] = "ppo"
+    compares_groups: ClassVar[bool] = False
     groups: int = 256
     """Environment seeds of each step, over all ranks."""
     group_size: int = 1

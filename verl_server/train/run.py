@@ -64,6 +64,7 @@ from verl_server.train.options import TrainArgs
 from verl_server.train.players import prepare
 from verl_server.train.policy import Policy, load_policy, save_policy
 from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_engine, setup_ranks
+from verl_server.train.reference import Reference, load_reference
 from verl_server.train.rollout_report import Failure, count_errors
 from verl_server.train.run_advisor import RunAdvisor, check_names
 from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
@@ -165,6 +166,8 @@ class RunParts:
     """Judges the gap of log-probabilities, and the steps."""
     incarnation: str
     """Incarnation of the weight versions of this start of the run, equal on all ranks (`weight_version`)."""
+    reference: Reference | None = None
+    """The reference policy, if the algorithm needs one."""
 
 
 Args = TypeVar("Args", bound=TrainArgs)
@@ -205,6 +208,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             gradient_checkpointing=args.gradient_checkpointing,
             logprob_chunk=args.logprob_chunk,
         )
+        reference = load_reference(args, policy, tokenizer, device)
         if checkpoint is not None:
             ranks.call("check_fits", lambda _: check_fits(Path(checkpoint), policy))
         saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
@@ -226,7 +230,9 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 note=files.note,
                 mode=args.update_mode(),
             )
-            parts = RunParts(policy, device, servers, keys, prepared, files, ranks, stop, advisor, incarnation)
+            parts = RunParts(
+                policy, device, servers, keys, prepared, files, ranks, stop, advisor, incarnation, reference
+            )
             algorithm = stack.enter_context(make(args, parts))
             if checkpoint is not None:
                 algorithm.load(Path(checkpoint))

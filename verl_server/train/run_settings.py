@@ -98,7 +98,7 @@ def run_settings(args: TrainArgs) -> dict[str, Any]:
     """
     settings = settings_of(args.command, args, without=("out", "resume", *(f"server.{key}" for key in _KEYS)))
     settings["fork"] = None if args.fork is None else str(args.fork.resolve())
-    for name in ("model_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):
+    for name in ("model_path", "reference_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):
         settings[name] = None if settings[name] is None else location(settings[name])
     settings["env_url"] = None if args.env_url is None else without_host(args.env_url)
     settings["server_urls"] = [without_host(url) for url in args.server_urls]
