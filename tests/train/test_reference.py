@@ -28,7 +28,8 @@ from verl_server.train.grpo import PolicyTrainer
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.policy import Policy, load_policy
 from verl_server.train.ppo_options import PPOConfig
-from verl_server.train.reference import load_reference, score
+from verl_server.train.reference import load_reference
+from verl_server.train.scoring import logprobs_of
 
 CPU = torch.device("cpu")
 CONFIG = GRPOConfig(
@@ -80,7 +81,7 @@ def test_at_the_begin_it_is_the_policy_bit_for_bit(policy_folder: Path, dtype: t
     assert {parameter.dtype for parameter in reference.policy.parameters()} == {dtype}
     assert not any(parameter.requires_grad for parameter in reference.policy.parameters())
     samples = [Sample(trajectory, 0.0) for trajectory in make_trajectories()]
-    ours, theirs = (score(model, samples, CONFIG, CPU) for model in (policy, reference.policy))
+    ours, theirs = (logprobs_of(model, samples, CONFIG, CPU) for model in (policy, reference.policy))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

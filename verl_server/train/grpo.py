@@ -33,7 +33,7 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train import run
-from verl_server.train.batches import MicroBatch, Sample, pack, pack_alike, sampled_positions
+from verl_server.train.batches import MicroBatch, Sample, pack_alike, sampled_positions
 from verl_server.train.checkpoints import Trained, load_checkpoint, save_checkpoint
 from verl_server.train.evaluation import OnEvaluated, play_held_out
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
@@ -47,13 +47,14 @@ from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.players import Player, open_player
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup, full, over_ranks
-from verl_server.train.reference import Reference, score
+from verl_server.train.reference import Reference
 from verl_server.train.rollout_report import RolloutReport, merge_reports, report_rollout
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.run_end import Progressing, StepCounter
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.schedules import learning_rate
+from verl_server.train.scoring import gap_of_sampled, logprobs_of
 from verl_server.train.server_use import ServerUse
 from verl_server.train.servers import RolloutServers
 from verl_server.train.step_journal import StepJournal, joined
@@ -136,30 +137,11 @@ class PolicyTrainer:
         return group_advantages(trajectories, self.config.normalize_std, keeps_equal=self.config.kl_coef > 0)
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:
-        """Return the gap between the server's and the trainer's log-probabilities of tokens sampled under `version`.
+        """Return the gap between server and trainer for tokens sampled under `version` (`scoring.gap_of_sampled`).
 
-        All ranks call it while this model holds that version. It compares the longest trajectories of each rank, as
-        many as fit one forward pass. Return None if no rank has such a token. Raise NonFiniteError if a log-probability
-        that this model computes is not finite.
+        All ranks call it while this model holds that version.
         """
-        samples = [Sample(t, 0.0) for t in trajectories if t.is_trainable]
-        packed = (pack(samples, self.config.micro_batch_tokens) or [[]])[0]
-        batch = MicroBatch.of(packed, self.device)
-        # A token that was not drawn from the distribution of this model (forced, masked) is compared, too.
-        comparable = [
-            sample.trajectory.weight_versions[position] == version
-            for sample in packed
-            for position in sampled_positions(sample.trajectory).tolist()
-        ]
-        with torch.no_grad():
-            logprobs, _ = self.policy(batch.tokens, batch.positions, self.config.temperature, entropy=False)
-        gap = LogprobGap.of(batch.behaviour_logprobs, logprobs, torch.tensor(comparable, dtype=torch.bool))
-        sums, largest = LogprobGap.sums(gap)
-        is_broken = not logprobs.isfinite().all()
-        *total, broken = over_ranks(torch.tensor([*sums, float(is_broken)], dtype=torch.float64)).tolist()
-        if broken:
-            raise logprobs_error(self.policy, batch, self.config)
-        return LogprobGap.from_sums(total, float(over_ranks(torch.tensor(largest), dist.ReduceOp.MAX)))
+        return gap_of_sampled(self.policy, trajectories, version, self.config, self.device)
 
     def update(self, samples: Sequence[Sample], step: int) -> Learned:
         """Train on this rank's samples of a step. All ranks call it, and at least one rank has a sample.
@@ -197,7 +179,7 @@ class PolicyTrainer:
         shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         # The proximal policy is the one before the first optimizer step. A single step computes it anyway.
         if config.needs_proximal and config.epochs * minibatches > 1:
-            proximal = score(self.policy, samples, config, self.device)
+            proximal = logprobs_of(self.policy, samples, config, self.device)
             samples = [replace(s, proximal_logprobs=own) for s, own in zip(samples, proximal, strict=True)]
         results = []
         for _ in range(config.epochs):

@@ -70,7 +70,8 @@ class StepMetrics:
     trainable: int
     """Episodes that have a reward and at least one token to train on."""
     kept: int
-    """Episodes that the step learned from: trainable, and for GRPO in groups whose rewards differ."""
+    """Episodes that the step learned from: trainable, and for GRPO without a reference policy in groups whose rewards
+    differ."""
     stop_reasons: dict[str, int]
     """Stop reason -> number of episodes."""
     turns: float
@@ -97,8 +98,8 @@ class StepMetrics:
     env_seconds: float
     """Mean over episodes of the time spent waiting for the environment."""
     train_seconds: float = 0.0
-    """Time of the optimizer steps, of the comparison for `logprob_gap`, and of the pass for proximal log-probabilities
-    if the loss needs them."""
+    """Time of the optimizer steps, of the comparison for `logprob_gap`, and of the passes for log-probabilities of the
+    proximal and the reference policy if there are any."""
     held_seconds: float = 0.0
     """Time for which the push waited for an evaluation, which an older version plays. Asynchronous runs only."""
     sync_seconds: float = 0.0
@@ -163,7 +164,7 @@ class StepMetrics:
     groups: int = 0
     """Groups with a trainable episode."""
     groups_without_spread: int = 0
-    """Number of `groups` in which all trainable episodes have the same reward: the step learns nothing from them."""
+    """Number of `groups` in which all trainable episodes have the same reward: nothing is learned from the rewards."""
     reward_min: float | None = None
     """Lowest reward of a trainable episode."""
     reward_max: float | None = None

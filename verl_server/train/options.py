@@ -57,8 +57,8 @@ class GRPOConfig(LossConfig):
     learning_rate: float = 1e-6
     """Learning rate of AdamW after the warm-up."""
     schedule: Schedule = "linear"
-    """How the learning rate falls after the warm-up: linearly towards 0 until --grpo.final-learning-rate is left, along
-    half a period of a cosine to that share at the last step, or not at all."""
+    """How the learning rate falls after the warm-up: linearly towards 0 until the final share is left, along half a
+    period of a cosine to that share, or not at all."""
     final_learning_rate: float = 0.15
     """Share of the learning rate below which it does not fall. Not for the schedule constant."""
     warmup_steps: int = 5
@@ -121,9 +121,6 @@ class TrainArgs:
     """Name of the command in run.json."""
     model_path: str
     """Model folder or hub id with the initial weights of the policy."""
-    reference_path: str | None = None
-    """Model folder or hub id of the reference policy, for --grpo.kl-coef. It needs the tokenizer of the policy.
-    Default: --model-path, also with --resume and --fork."""
     env_url: Annotated[str | None, tyro.conf.arg(aliases=("--environment",))] = None
     """URL of an environment server (OpenEnv's protocol). Required without --agent. --environment is the same option."""
     agent: str | None = None
@@ -141,6 +138,9 @@ class TrainArgs:
     With `override`, the trainer's values replace the request's, and the turn records the request's values. With
     `refuse`, the request is answered with 400.
     """
+    reference_path: str | None = None
+    """Model folder or hub id of the reference policy, if the coefficient of the KL is above 0. It needs the tokenizer
+    of the policy. Default: --model-path, also with --resume and --fork."""
     steps: int = 100
     """Steps of the whole run, including the steps before a --resume."""
     out: OutputPath = Path("runs/grpo")

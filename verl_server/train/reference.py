@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl_server.errors import BadRequestError
 from verl_server.files.model_folder import load_tokenizer
-from verl_server.train.batches import MicroBatch, Sample, behaviour_logprobs, pack_alike, sampled_positions
+from verl_server.train.batches import Sample, behaviour_logprobs
 from verl_server.train.finite_check import reference_error
 from verl_server.train.kl import kl_estimates
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.policy import Policy, load_language_model, shard
 from verl_server.train.ranks import over_ranks
+from verl_server.train.scoring import logprobs_of
 
 
 class Reference:
@@ -35,7 +35,7 @@ class Reference:
         `kl_reference` is the mean k3 over the tokens of all ranks, between the weights that sampled a token and the
         reference. Raise NonFiniteError on all ranks if a log-probability of the reference is not finite.
         """
-        found = [logprobs.cpu() for logprobs in score(self.policy, samples, config, self._device)]
+        found = [logprobs.cpu() for logprobs in logprobs_of(self.policy, samples, config, self._device)]
         sums = torch.zeros(3, dtype=torch.float64)
         for sample, own in zip(samples, found, strict=True):
             estimates = kl_estimates(behaviour_logprobs(sample.trajectory), own, "k3")
@@ -45,22 +45,6 @@ class Reference:
             raise reference_error(self.policy)
         scored = [replace(sample, reference_logprobs=own) for sample, own in zip(samples, found, strict=True)]
         return scored, {"kl_reference": total / max(1, tokens)}
-
-
-def score(policy: Policy, samples: Sequence[Sample], config: GRPOConfig, device: torch.device) -> list[Tensor]:
-    """Return the log-probabilities that `policy` gives the tokens to train on of each sample. All ranks call it.
-
-    Each is fp32 [n] on `device`, without a gradient, at the temperature of training. The passes are packed as those of
-    the training.
-    """
-    known: dict[int, Tensor] = {}
-    for rows in pack_alike(samples, config.micro_batch_tokens):
-        batch = MicroBatch.of(rows, device)
-        with torch.no_grad():
-            logprobs, _ = policy(batch.tokens, batch.positions, config.temperature, entropy=False)
-        counts = [len(sampled_positions(sample.trajectory)) for sample in rows]
-        known |= {id(sample): own for sample, own in zip(rows, logprobs.split(counts), strict=True)}
-    return [known[id(sample)] for sample in samples]
 
 
 def load_reference(args: TrainArgs, policy: Policy, tokenizer: Any, device: torch.device) -> Reference | None:

@@ -25,6 +25,7 @@ from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
 from verl_server.train.grpo import make_tasks
 from verl_server.train.options import AsyncTrainArgs, GRPOConfig
+from verl_server.train.ppo_options import AsyncPPOTrainArgs, PPOConfig
 from verl_server.train.rollouts import rollout_process
 from verl_server.train.rollouts.group_messages import (
     Alive,
@@ -206,6 +207,8 @@ OPTIONS = [
     AsyncTrainArgs("m", None, agent="null", tasks="tasks.jsonl", reward="exit", out=Path("a b")),
     AsyncTrainArgs("m", "http://e", limits=Limits(max_turns=2, trajectory_timeout=1.5), server_urls=("a", "b")),
     AsyncTrainArgs("m", "http://e", server=ServerArgs("", api_key="s", dtype="float16"), grpo=GRPOConfig(groups=3)),
+    # GRPO does not permit these settings together.
+    AsyncPPOTrainArgs("m", "http://e", critic_path="c", grpo=PPOConfig(gamma=0.5, kl_coef=0.1, kl_in="reward")),
 ]
 
 

@@ -11,13 +11,14 @@ import msgspec
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import Task
 from verl_server.train.options import TrainArgs
+from verl_server.train.ppo_options import PPOConfig, PPOTrainArgs
 
 
 class PlayerSetup(msgspec.Struct, kw_only=True):
     """The first message to the rollout process."""
 
     args: dict[str, Any]
-    """`TrainArgs` in JSON types."""
+    """The options of the run in JSON types (`encode_args`)."""
     urls: list[str]
     """URLs of the rollout servers."""
     keys: list[str | None]
@@ -94,15 +95,21 @@ FromPlayer = EpisodeEnded | GroupBegan | GroupEnded | Alive
 
 
 def decode_args(values: dict[str, Any]) -> TrainArgs:
-    """Return the options of a run from JSON types."""
-    return msgspec.convert(values, TrainArgs, dec_hook=lambda kind, value: kind(value), strict=False)
+    """Return the options of a run from JSON types, with the settings of its algorithm."""
+    kind = _kind_of(values["algorithm"])
+    return msgspec.convert(values, kind, dec_hook=lambda kind, value: kind(value), strict=False)
 
 
 def encode_args(args: TrainArgs) -> dict[str, Any]:
     """Return the options of a run in JSON types, for `decode_args`."""
-    base = TrainArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TrainArgs)})
+    kind = _kind_of(args.grpo.option)
+    base = kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(base, enc_hook=_text))
-    return values
+    return values | {"algorithm": args.grpo.option}
+
+
+def _kind_of(algorithm: str) -> type[TrainArgs]:
+    return PPOTrainArgs if algorithm == PPOConfig.option else TrainArgs
 
 
 def _text(value: Any) -> str:

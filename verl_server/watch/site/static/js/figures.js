@@ -130,7 +130,7 @@ export const CHARTS = [
     id: "kl",
     title: "KL",
     hint: "How far the policy is from the one that sampled (behaviour), and from the reference",
-    lines: columns(["losses.behaviour_kl", "behaviour"], ["losses.kl", "reference"]),
+    lines: columns(["losses.behaviour_kl", "behaviour"], ["losses.kl_reference", "reference"]),
     zero: true,
   },
   {
