@@ -13,7 +13,7 @@ import msgspec
 
 from verl_server.files.json_files import decode_json
 from verl_server.files.segments import read_segments, segment_files
-from verl_server.watch.run_files import Lineage, read_lineage
+from verl_server.watch.run_files import Lineage, best_evaluation, read_lineage
 
 EVALUATIONS = "evaluations.jsonl"
 
@@ -40,14 +40,8 @@ def best_evaluated_step(
     if not segment_files(path):
         return None
     lineage = lineage or read_lineage(out)
-    best: tuple[float, int] | None = None
-    for where, line in read_segments(path):
-        found = decode_json(line, _Evaluated, where)
-        # The weights before `step` are lost if the step that made them runs again, not if `step` itself does.
-        if found.incomplete is not None or not lineage.has(found.step - 1, found.incarnation):
-            continue
-        if found.reward is None or (among is not None and found.step not in among):
-            continue
-        if best is None or (found.reward, found.step) > best:
-            best = found.reward, found.step
-    return None if best is None else best[1]
+    found = (decode_json(line, _Evaluated, where) for where, line in read_segments(path))
+    # The weights before `step` are lost if the step that made them runs again, not if `step` itself does.
+    kept = (each for each in found if lineage.has(each.step - 1, each.incarnation))
+    best = best_evaluation(each for each in kept if among is None or each.step in among)
+    return None if best is None else best.step

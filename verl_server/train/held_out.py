@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_server.rollout.trajectory import Task
-
-HELD_OUT = 2**30
-"""First seed of the held-out tasks, and first number of their groups. Those of training are smaller."""
+from verl_server.watch.run_records import HELD_OUT as HELD_OUT
 
 
 @dataclass(frozen=True)

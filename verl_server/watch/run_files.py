@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -106,6 +106,32 @@ def read_evaluations(folder: Path, *, lost: bool = False) -> Iterator[Evaluation
         evaluation = decode_json(line, Evaluation, where)
         if lost or lineage.has(evaluation.step - 1, evaluation.incarnation):
             yield evaluation
+
+
+class Judged(Protocol):
+    """What says how good the weights of an evaluation are: fields of `Evaluation`."""
+
+    step: int
+    reward: float | None
+    incomplete: str | None
+
+
+J = TypeVar("J", bound=Judged)
+
+
+def best_evaluation(evaluations: Iterable[J]) -> J | None:
+    """Return the evaluation with the highest mean reward, the later one of two equals; None if there is none.
+
+    Evaluations that are incomplete or without a reward do not count.
+    """
+    best: J | None = None
+    highest: tuple[float, int] | None = None
+    for each in evaluations:
+        if each.incomplete is None and each.reward is not None:
+            rank = each.reward, each.step
+            if highest is None or rank > highest:
+                best, highest = each, rank
+    return best
 
 
 class _MetricsLabel(Label):

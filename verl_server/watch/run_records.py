@@ -9,6 +9,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+HELD_OUT = 2**30
+"""First seed of the held-out tasks, and first number of their groups. Those of training are smaller."""
+
 
 class Label(msgspec.Struct, kw_only=True):
     """The first keys of each line of metrics.jsonl and errors.jsonl, and of the files with trajectories: those of

@@ -26,10 +26,16 @@ from verl_server.errors import BadRequestError
 from verl_server.files.segments import Segments
 from verl_server.rollout.trajectory import StopReason, append_jsonl, labelled
 from verl_server.train.run_writer import RunWriter
-from verl_server.watch.index.rows import EpisodeFilter, RowGoneError, RowUnknownError
+from verl_server.watch.index.rows import (
+    EpisodeFilter,
+    RowGoneError,
+    RowUnknownError,
+    evaluated_step,
+    group_number,
+)
 from verl_server.watch.index.run_database import RunDatabase
 from verl_server.watch.index.run_index import RunIndex
-from verl_server.watch.run_records import RunStarted, SegmentRemoved, StepBegan
+from verl_server.watch.run_records import HELD_OUT, RunStarted, SegmentRemoved, StepBegan
 
 Open = Callable[[Path], RunIndex]
 
@@ -312,12 +318,32 @@ def test_held_out_episodes_are_in_no_step(tmp_path: Path, opened: Open) -> None:
         files.record_held_out(step, [episode(0), episode(1)])
     files.close()
     index = expect_same_without_index(tmp_path, opened)
-    assert [(s.name, s.episodes) for s in index.steps()] == [("0", 4), ("1", 4), ("held-out", 6)]
-    assert {group.fate for group in index.groups("held-out")} == {"held-out"}
+    assert [(s.name, s.episodes) for s in index.steps()] == [
+        *(("0", 4), ("1", 4)),
+        *(("held-out-0", 2), ("held-out-1", 2), ("held-out-2", 2)),
+    ]
+    assert {group.fate for group in index.groups("held-out-1")} == {"held-out"}
     writer(tmp_path, SECOND, resumed_at=1).close()
     index = opened(tmp_path)
-    assert [(s.name, s.episodes) for s in index.steps()] == [("0", 4), ("held-out", 4)]
-    assert sorted({group.start_step for group in index.groups("held-out")}) == [0, 1]
+    assert [(s.name, s.episodes) for s in index.steps()] == [("0", 4), ("held-out-0", 2), ("held-out-1", 2)]
+    assert index.groups("held-out-2") == [] and len(index.groups("held-out-2", EpisodeFilter(lost=True))) == 2
+
+
+def test_evaluations_are_in_the_order_of_their_steps(tmp_path: Path, opened: Open) -> None:
+    """A line without a step, or with one that makes no sense, is in the place of all of these."""
+    files = writer(tmp_path)
+    for step in (20, 100, 3):
+        files.record_held_out(step, [episode(HELD_OUT + 7)])
+    files.close()
+    (line,) = (tmp_path / "held-out-rank0.jsonl").read_bytes().splitlines(keepends=True)[:1]
+    odd = line.replace(b'"step":20', b'"step":-5'), line.replace(b'"step":20', b'"step":null')
+    (tmp_path / "held-out-rank1.jsonl").write_bytes(b"".join(odd))
+    index = opened(tmp_path)
+    names = ["held-out", "held-out-3", "held-out-20", "held-out-100"]
+    assert [row.name for row in index.steps()] == names
+    assert [evaluated_step(name) for name in names] == [None, 3, 20, 100]
+    assert group_number(index.groups("held-out-3")[0].group) == 7
+    assert index.lanes(0.0, 2000.0, 10).rows[0].label.endswith(" 7-0")
 
 
 def test_a_file_of_rollout(tmp_path: Path, opened: Open) -> None:

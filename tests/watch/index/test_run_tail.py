@@ -18,6 +18,8 @@ from verl_server.watch.index.run_tail import RunTail
 from verl_server.watch.run_files import read_events, read_metrics
 from verl_server.watch.run_records import (
     Alarm,
+    Evaluation,
+    EvaluationBegan,
     RunEnded,
     RunEvent,
     RunResumed,
@@ -37,6 +39,7 @@ class Writer:
         self.incarnation, self.now = incarnation, now
         self.metrics = Segments(folder / "metrics.jsonl", **sizes)
         self.events = Segments(folder / "events.jsonl", **sizes)
+        self.evaluations = Segments(folder / "evaluations.jsonl", **sizes)
 
     def note(self, event: RunEvent, log: Segments | None = None) -> None:
         self.now += 1
@@ -48,6 +51,16 @@ class Writer:
         label = {"step": step, "rank": 0, "incarnation": self.incarnation, "time": self.now}
         self.metrics.append([msgspec.json.encode(label | figures) + b"\n"])
         self.note(StepEnded(step=step, phases={"rollout": 0.5, "train": float(step)}))
+
+    def evaluate(self, step: int, reward: float | None = 0.5, *, seconds: float = 10.0) -> None:
+        """Write an evaluation whose line follows its end by a minute, as in an asynchronous run."""
+        self.note(EvaluationBegan(step=step, version=f"{step}@{self.incarnation}"))
+        self.now += seconds + 60
+        record = Evaluation(
+            step=step, version=f"{step}@{self.incarnation}", episodes=1, failed=0, reward=reward, success=None,
+            seconds=seconds, push_delay=0.0, incarnation=self.incarnation, time=self.now,
+        )  # fmt: skip
+        self.evaluations.append([msgspec.json.encode(record) + b"\n"])
 
     def begin(self, first: int = 0) -> None:
         start = RunResumed(ranks=1, version="1", next_step=first, checkpoint="c") if first else None
@@ -107,6 +120,58 @@ def test_steps_that_ran_again_are_left_out(tmp_path: Path, writer: Writer) -> No
         assert (reader.line(3) or {})["incarnation"] == SECOND and reader.line(4) is None
         assert [(each.step, each.is_lost) for each in reader.times(3, lost=True)] == [(3, True), (3, False), (4, True)]
         assert [each.began for each in reader.times(3)] == [2002.0]
+
+
+def test_evaluations_are_followed_with_their_begins(tmp_path: Path) -> None:
+    writer, tail = Writer(tmp_path, segment_bytes=300), RunTail(tmp_path)
+    writer.begin()
+    for step in (0, 5, 10):
+        generation = tail.generation
+        writer.evaluate(step)
+        assert tail.poll() and tail.generation > generation
+    for reader in (tail, followed(tmp_path)):
+        found = reader.evaluations()
+        assert [row.record.step for row in found] == [0, 5, 10]
+        assert [(row.began, row.ended) for row in found] == [(begun, begun + 10) for begun in (1002.0, 1073.0, 1144.0)]
+        assert reader.progress[0] == reader.progress[1]
+    assert not tail.poll()
+
+
+def test_evaluations_of_lost_weights_are_left_out(tmp_path: Path, writer: Writer) -> None:
+    """The second start runs step 10 again: the weights that step 9 made are still there."""
+    writer.begin()
+    for step in (5, 10, 15):
+        writer.evaluate(step)
+    tail = followed(tmp_path)
+    again = Writer(tmp_path, SECOND, 2000.0)
+    again.begin(10)
+    again.evaluate(15, 0.75)
+    tail.poll()
+    assert [(row.record.step, row.record.reward) for row in tail.evaluations()] == [(5, 0.5), (10, 0.5), (15, 0.75)]
+    assert [row.record.step for row in tail.evaluations(lost=True)] == [5, 10, 15, 15]
+
+
+def test_damaged_lines_of_evaluations_are_counted(tmp_path: Path, writer: Writer) -> None:
+    writer.evaluations.append([b'{"step": 0, "reward": "high"}\n', b"{\n"])
+    writer.evaluate(5)
+    (tmp_path / "events.jsonl").unlink()
+    tail = followed(tmp_path)
+    assert [row.began for row in tail.evaluations()] == [writer.now - 10], "without its event, from the line's time"
+    assert tail.damaged == 2 and "evaluations.jsonl" in tail.warnings[0]
+
+
+def test_an_evaluation_plays_until_it_has_a_line(tmp_path: Path, writer: Writer) -> None:
+    claim_folder(tmp_path)
+    writer.begin()
+    writer.evaluate(0)
+    tail = followed(tmp_path)
+    assert tail.evaluation_playing() is None
+    writer.note(EvaluationBegan(step=5, version="5@1"))
+    tail.poll()
+    assert tail.evaluation_playing() == (5, writer.now)
+    Writer(tmp_path, SECOND, 2000.0).begin(3)
+    tail.poll()
+    assert tail.evaluation_playing() is None, "the start that began it was killed"
 
 
 def test_absent_and_infinite_figures_differ(tmp_path: Path, writer: Writer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_server.watch.index.line_rows import TOOL_NAMES
 from verl_server.watch.index.row_ids import row_id
-from verl_server.watch.index.rows import BranchRow, EpisodeFilter, EpisodeRow, GroupRow, StepRow
+from verl_server.watch.index.rows import BranchRow, EpisodeFilter, EpisodeRow, GroupRow, StepRow, evaluated_step
 from verl_server.weight_version import WeightVersion
 
 _TRAINED = """SELECT count(*) AS n, max(step) AS step, avg(advantage) AS advantage, max(age) AS age,
@@ -208,4 +208,7 @@ def step_row(row: sqlite3.Row) -> StepRow:
 
 def step_place(row: StepRow) -> tuple[int, int]:
     """Return the place of a step among the others."""
-    return _PLACES.index(row.name if row.step is None else ""), row.step or 0
+    if row.step is not None:
+        return _PLACES.index(""), row.step
+    evaluated = evaluated_step(row.name)
+    return (_PLACES.index(row.name), 0) if evaluated is None else (_PLACES.index("held-out"), evaluated)

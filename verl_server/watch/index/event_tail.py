@@ -20,7 +20,15 @@ from verl_server.files.segment_tail import Line, SegmentTail
 from verl_server.watch.index.number_columns import NumberColumns
 from verl_server.watch.index.step_rows import StepRows
 from verl_server.watch.run_files import Lineage, decode_event, rank_paths
-from verl_server.watch.run_records import AnyEvent, RunEnded, RunResumed, RunStarted, StepBegan, StepEnded
+from verl_server.watch.run_records import (
+    AnyEvent,
+    EvaluationBegan,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    StepBegan,
+    StepEnded,
+)
 
 _PIECE = 4 * 2**20
 """Bytes that are read at once."""
@@ -50,6 +58,8 @@ class EventTail:
         self.last_start_or_end: RunStarted | RunResumed | RunEnded | None = None
         self.first_time: float | None = None
         self.last_time: float | None = None
+        self.evaluations_began: dict[tuple[str, int], float] = {}
+        """(incarnation, step) of an evaluation -> time of its begin."""
         self._folder = folder
         self._starts: list[AnyEvent] = []
         self._kinds: dict[str, array[int]] = {}
@@ -66,9 +76,6 @@ class EventTail:
         """The end of the run, unless it goes on."""
         event = self.last_start_or_end
         return event if isinstance(event, RunEnded) else None
-
-    def is_replaced(self) -> bool:
-        return any(tail.is_replaced() for tail in self.tails)
 
     def read(self) -> bool:
         """Read a piece of what is new. Return True if there is more."""
@@ -139,6 +146,8 @@ class EventTail:
                 self._begin(event, event.time, line.where)
             case StepEnded():
                 self._end(event, line.where)
+            case EvaluationBegan():
+                self.evaluations_began[event.incarnation, event.step] = event.time
         self._sources.append(source)
         self._files.append(line.file)
         self._offsets.append(line.offset)

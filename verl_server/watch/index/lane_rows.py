@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from verl_server.watch.index.line_rows import unpack_waits
 from verl_server.watch.index.row_ids import row_id
-from verl_server.watch.index.rows import Activity, LaneRow, Lanes
+from verl_server.watch.index.rows import Activity, LaneRow, Lanes, group_number
 
 _OVERLAP = "is_lost = 0 AND began <= ? AND ended >= ?"
 _COUNTED = 4000
@@ -25,7 +25,7 @@ def lanes(connection: sqlite3.Connection, begin: float, end: float, limit: int) 
         rows.append(
             LaneRow(
                 row=row_id(row),
-                label=f"{place}{row['grp']}-{row['member']}",
+                label=f"{place}{group_number(row['grp'])}-{row['member']}",
                 began=row["began"],
                 ended=row["ended"],
                 stop_reason=row["stop_reason"],

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from verl_server.errors import VerlServerError
+from verl_server.watch.run_records import HELD_OUT
 
 Order = Literal["newest", "oldest", "reward", "-reward", "tokens", "-tokens", "turns", "-turns", "seconds", "-seconds"]
 """Orders of episodes. With "-", the largest is the first. Episodes without a reward are the last ones."""
@@ -23,6 +24,21 @@ Fate = Literal["", "trained", "skipped", "dropped", "playing", "untrained", "hel
 """What became of an episode's group. "": the run is synchronous, or has no steps. playing: the group played or waited
 when the files were read. untrained: the run did not complete the step. held-out: an evaluation played it. The others
 are those of `GroupDone`."""
+
+
+HELD_OUT_PLACE = "held-out-"
+"""Begin of the names of places with the episodes of an evaluation. The rest is `Evaluation.step`."""
+
+
+def evaluated_step(place: str) -> int | None:
+    """Return the step of an evaluation's place (`StepRow.name`); None for another place."""
+    number = place.removeprefix(HELD_OUT_PLACE)
+    return int(number) if number != place and number.isascii() and number.isdecimal() else None
+
+
+def group_number(group: int) -> int:
+    """Return the number of a group for people: held-out tasks count from 0, too."""
+    return group - HELD_OUT if group >= HELD_OUT else group
 
 
 class RowUnknownError(VerlServerError):
@@ -210,8 +226,8 @@ class StepRow(msgspec.Struct, kw_only=True):
     """The episodes of one step, or of another place of the run."""
 
     name: str
-    """The step in decimal digits; or "-" (a run without steps), playing, dropped, untrained, held-out (see `Fate`),
-    before or after (the demo's evaluations)."""
+    """The step in decimal digits; or "-" (a run without steps), playing, dropped or untrained (see `Fate`), held-out-N
+    (the evaluation at step N), before or after (the demo's evaluations)."""
     step: int | None
     episodes: int
     """Episodes without those that others replaced."""

@@ -7,6 +7,7 @@ What depends on the events of the run (`run_starts`) is settled for the rows in 
 from __future__ import annotations
 
 from verl_server.watch.index.columns import LINE, SOURCES, TRAINED, create
+from verl_server.watch.index.rows import HELD_OUT_PLACE
 
 _SETTLED = {
     "episode": "INTEGER",  # id of the episode's first line
@@ -112,6 +113,7 @@ SETTLE = (
     f"""UPDATE lines AS n SET
         place = CASE
             WHEN phase IN ('before', 'after') THEN phase
+            WHEN fate = 'held-out' AND step >= 0 THEN '{HELD_OUT_PLACE}' || step
             WHEN fate IN ('untrained', 'held-out', 'playing', 'dropped') THEN fate
             WHEN used IS NOT NULL THEN CAST(used AS TEXT)
             ELSE '-' END,

@@ -1,4 +1,4 @@
-"""`RunTail`: metrics, events and state of one run, for a process that follows the run's folder while it may grow.
+"""`RunTail`: metrics, events, evaluations and state of one run, for a process that follows a folder that may grow.
 
 The page's server asks it, from any thread. `poll` reads what was appended since the last call and nothing else.
 Metrics are kept as columns of numbers, and of an event only its place in the file, so that a run of 100,000 steps takes
@@ -19,6 +19,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import parse_json
 from verl_server.files.segment_tail import Line, SegmentTail
+from verl_server.watch.index.evaluation_tail import EvaluationRow, EvaluationTail
 from verl_server.watch.index.event_tail import EventTail, StepTimes
 from verl_server.watch.index.number_columns import NumberColumns
 from verl_server.watch.index.run_state import RunState, StoredSettings, state_of
@@ -26,7 +27,7 @@ from verl_server.watch.index.step_rows import StepRows
 from verl_server.watch.run_files import Lineage, label_of
 from verl_server.watch.run_records import AnyEvent
 
-__all__ = ["RunState", "RunTail", "StepTimes"]
+__all__ = ["EvaluationRow", "RunState", "RunTail", "StepTimes"]
 
 _NO_FIGURES = ("step", "rank")
 _PHASES = "phases."
@@ -52,6 +53,7 @@ class RunTail:
     def _forget(self) -> None:
         self._metrics = _Metrics(self.path)
         self._events = EventTail(self.path)
+        self._evaluations = EvaluationTail(self.path)
 
     def poll(self) -> bool:
         """Read what is new. Return True if something was. A fault of a file becomes a warning, never an exception."""
@@ -60,7 +62,7 @@ class RunTail:
 
     def _poll(self) -> bool:
         has_changed = False
-        if self._metrics.tail.is_replaced() or self._events.is_replaced():
+        if any(tail.is_replaced() for tail in self._tails):
             with self._lock:
                 self._forget()
             has_changed = True
@@ -68,7 +70,7 @@ class RunTail:
         while has_more:
             before = self._position
             with self._lock:
-                has_more = self._events.read() | self._metrics.read()
+                has_more = self._events.read() | self._metrics.read() | self._evaluations.read()
                 has_changed |= self._position != before
         settings, state = self._settings.read(), state_of(self.path, self._events.last_start_or_end)
         has_changed |= settings != self.settings or state != self.state
@@ -79,7 +81,7 @@ class RunTail:
 
     @property
     def _tails(self) -> list[SegmentTail]:
-        return [self._metrics.tail, *self._events.tails]
+        return [self._metrics.tail, self._evaluations.tail, *self._events.tails]
 
     @property
     def _position(self) -> int:
@@ -105,7 +107,7 @@ class RunTail:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes of metrics and events that were read, and bytes of the files."""
+        """Bytes of metrics, evaluations and events that were read, and bytes of the files."""
         return self._position, sum(tail.size for tail in self._tails)
 
     @property
@@ -194,6 +196,26 @@ class RunTail:
         """Return the steps that ran in a window of time, lost ones too, evenly chosen if they exceed `limit`."""
         with self._lock:
             return self._events.steps_between(begin, end, limit)
+
+    def evaluations(self, *, lost: bool = False) -> list[EvaluationRow]:
+        """Return the evaluations that have ended, by their steps. With `lost`, those of weights that are lost, too."""
+        with self._lock:
+            records = self._evaluations.records(None if lost else self._events.lineage)
+            began = self._events.evaluations_began
+        return [EvaluationRow(record=r, began=began.get((r.incarnation, r.step), r.time - r.seconds)) for r in records]
+
+    def evaluation_playing(self) -> tuple[int, float] | None:
+        """Return the step and the begin of the evaluation that plays now; None if there is none."""
+        with self._lock:
+            start = self._events.last_start_or_end
+            if self.state != "running" or start is None:
+                return None
+            newest = next(reversed(self._events.evaluations_began.items()), None)
+            if newest is None:
+                return None
+            (incarnation, step), began = newest
+            has_ended = incarnation != start.incarnation or self._evaluations.has(incarnation, step)
+            return None if has_ended else (step, began)
 
     def phases(self, step: int) -> dict[str, float]:
         """Return phase -> seconds of a step that has ended, else {}."""
