@@ -16,6 +16,10 @@ from verl_server.train.metrics import StepMetrics, describe_rollout
 from verl_server.train.rollout_report import Failure, RolloutReport
 from verl_server.train.run_writer import RunWriter
 from verl_server.watch.run_records import (
+    HELD_OUT,
+    Evaluation,
+    EvaluationBegan,
+    EvaluationEnded,
     GroupDone,
     PushEnded,
     RunEnded,
@@ -144,6 +148,25 @@ def write_steps(files: RunWriter, other: RunWriter, first: int, last: int) -> No
         files.note(PushEnded(version=f"{step + 1}@{FIRST}", seconds=0.25))
         files.record(step_metrics(step, files.incarnation, 0.75), [failure])
         files.note(StepEnded(step=step, phases={"rollout": 2.0, "train": 1.0, "sync": 0.25}))
+
+
+def evaluate(files: RunWriter, step: int, rewards: list[float], *, begins: bool = True, **fields: Any) -> None:
+    """Write an evaluation with an episode for each reward. `fields` are those of the record.
+
+    Without `begins`, the event of its begin is there already.
+    """
+    version = f"{step}@{files.incarnation}"
+    if begins:
+        files.note(EvaluationBegan(step=step, version=version))
+    files.record_held_out(step, [trajectory(HELD_OUT + task, 0, reward) for task, reward in enumerate(rewards)])
+    mean = sum(rewards) / len(rewards) if rewards else None
+    record = {
+        "step": step, "version": version, "episodes": len(rewards), "failed": 0, "reward": mean, "success": mean,
+        "seconds": 0.0, "push_delay": 0.0, "incomplete": None,
+    } | fields  # fmt: skip
+    files.record_evaluation(Evaluation(**record))
+    names = ("step", "version", "seconds", "push_delay", "reward", "incomplete")
+    files.note(EvaluationEnded(**{name: record[name] for name in names}))
 
 
 def write_resumed_run(folder: Path) -> None:

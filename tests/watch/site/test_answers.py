@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from verl_server.watch.site import answers
-from verl_server.watch.site.answers import advisories, episode, lanes, runs, steps, values
+from verl_server.watch.site.answers import advisories, episode, evaluations, lanes, runs, steps, values
 
 EXAMPLES = Path(__file__).parent / "examples"
 KINDS = {
     name: kind
-    for module in (advisories, episode, lanes, runs, steps, values)
+    for module in (advisories, episode, evaluations, lanes, runs, steps, values)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 }

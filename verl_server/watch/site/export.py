@@ -23,7 +23,7 @@ import msgspec
 from verl_server._version import __version__
 from verl_server.errors import VerlServerError
 from verl_server.files.durable import replace_file
-from verl_server.watch.index.rows import EpisodeFilter, EpisodeRow
+from verl_server.watch.index.rows import EpisodeFilter, EpisodeRow, evaluated_step
 from verl_server.watch.page import page
 from verl_server.watch.site.answers.runs import Runs
 from verl_server.watch.site.bundle import bundled
@@ -43,7 +43,17 @@ _LINK = re.compile(r'[ \t]*<link rel="stylesheet" href="/static/([^"]+)">\n?')
 _SCRIPT = re.compile(r'[ \t]*<script type="module" src="/static/js/main.js"></script>\n?')
 _TOKEN_WINDOWS = 10
 """Most windows of tokens of an episode."""
-_RUN_ORDER = ("", "/advisories", "/metrics", "/lanes", "/steps", "/episodes", "/episodes?error=1", "/events")
+_RUN_ORDER = (
+    "",
+    "/advisories",
+    "/metrics",
+    "/evaluations",
+    "/lanes",
+    "/steps",
+    "/episodes",
+    "/episodes?error=1",
+    "/events",
+)
 
 
 def write_export(file: Path, runs: OpenRuns, *, megabytes: float = MEGABYTES, title: str = "", report: str = "") -> int:
@@ -174,10 +184,16 @@ def _episode_urls(run: WatchedRun, chosen: _Chosen) -> Iterator[str]:
 
 
 def _newest_first(run: WatchedRun) -> list[str]:
-    """Return the names of a run's steps, the newest first, then its other places."""
+    """Return the names of a run's steps and evaluations, the newest first, then those of its other places."""
     found = run.index.steps()
-    numbered = [row.name for row in found if row.step is not None]
-    return numbered[::-1] + [row.name for row in found if row.step is None]
+    places: dict[str, tuple[int, bool]] = {}
+    for row in found:
+        if row.step is not None:
+            places[row.name] = row.step, True
+        elif (evaluated := evaluated_step(row.name)) is not None:
+            places[row.name] = evaluated - 1, False  # right after the step that made the weights
+    others = [row.name for row in found if row.name not in places]
+    return sorted(places, key=places.__getitem__, reverse=True) + others
 
 
 def _chosen_rows(run: WatchedRun, steps: list[str]) -> Iterator[EpisodeRow]:

@@ -31,6 +31,9 @@ _MOST_PARTS = 200
 _MOST_STEPS = 1000
 _MOST_EVENTS = 4000
 """Most events of a window that are read for its pushes."""
+_MOST_EVALUATIONS = 1000
+_LEAST_WAIT = 0.02
+"""Share of an evaluation. A shorter time between two steps is not spent waiting for it."""
 _POINTS = 300
 _SERVER_EVENTS = ("server_launched", "server_lost", "server_relaunched", "server_healed", "run_ended")
 _TRAINER_WORKS = ("train", "sync", "record")
@@ -52,7 +55,11 @@ def lanes_answer(run: WatchedRun, query: Query) -> bytes:
     found = run.index.lanes(begin, end, _ROWS if limit is None else limit)
     steps = run.tail.steps_between(begin, end, _MOST_STEPS)
     pushes, notes = _pushes(run.tail, begin, end)
+    evaluations = _evaluations(run.tail, begin, end, last)
     trainer = [phase for step in steps for phase in _phases(step, last)]
+    if len(steps) < _MOST_STEPS:  # else some steps are left out, and what lies between two of them is unknown
+        trainer += [phase for evaluation in evaluations for phase in _waits_for(evaluation, steps, begin, end)]
+        trainer.sort(key=lambda phase: phase[1])
     counts = _counts(run.index.activity(begin, end, _POINTS), found.episodes)
     if found.unknown:
         notes.append(f"The times of {found.unknown} episodes are unknown: an earlier version recorded them.")
@@ -63,6 +70,7 @@ def lanes_answer(run: WatchedRun, query: Query) -> bytes:
         last=last,
         trainer=trainer,
         pushes=pushes,
+        evaluations=evaluations,
         servers=_servers(run.tail, last),
         episodes=[_episode(row) for row in found.rows],
         total=found.episodes,
@@ -97,6 +105,47 @@ def _phases(step: StepTimes, last: float) -> Iterator[tuple[str, float, float, i
             spans.append((head(name, 30), begin, end, step.step))
         end = begin
     yield from reversed(spans)
+
+
+def _evaluations(tail: Tail, begin: float, end: float, last: float) -> list[answers.EvaluationSpan]:
+    """Return the evaluations of a window, lost ones too. One that plays now ends at the newest time of the run."""
+    found = [
+        answers.EvaluationSpan(
+            step=row.record.step,
+            begin=row.began,
+            end=row.ended,
+            reward=number(row.record.reward),
+            push_delay=number(row.record.push_delay),
+            incomplete=None if row.record.incomplete is None else head(row.record.incomplete, 200),
+        )
+        for row in tail.evaluations(lost=True)
+        if row.began <= end and row.ended >= begin
+    ]
+    playing = tail.evaluation_playing()
+    if playing is not None and playing[1] <= end:
+        step, began = playing
+        found.append(
+            answers.EvaluationSpan(
+                step=step, begin=began, end=max(began, last), reward=None, push_delay=None, incomplete=None
+            )
+        )
+    return found[-_MOST_EVALUATIONS:]
+
+
+def _waits_for(
+    evaluation: answers.EvaluationSpan, steps: Sequence[StepTimes], begin: float, end: float
+) -> Iterator[tuple[str, float, float, int]]:
+    """Yield the parts of an evaluation in which no step ran, as far as they lie in a window: the trainer waited for it.
+
+    `steps` are those of the window, in the order of their times.
+    """
+    least = _LEAST_WAIT * (evaluation.end - evaluation.begin)
+    begin, end = max(begin, evaluation.begin), min(end, evaluation.end)
+    running = [(step.began, end if step.ended is None else step.ended) for step in steps]
+    for began, ended in [*running, (end, end)]:
+        if min(began, end) - begin > least:
+            yield "evaluation", begin, min(began, end), evaluation.step
+        begin = max(begin, ended)
 
 
 def _pushes(tail: Tail, begin: float, end: float) -> tuple[list[tuple[str, float, float, str | None]], list[str]]:

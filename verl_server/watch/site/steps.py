@@ -79,10 +79,15 @@ def groups_answer(run: WatchedRun, step: str, query: Query) -> bytes:
 
 
 def _find_step(run: WatchedRun, name: str, *, lost: bool = False) -> tuple[rows.StepRow, Any, Any]:
-    """Return a step and the names of its neighbours. Raise PageError if the run has no such step."""
+    """Return a step and the names of its neighbours. Raise PageError if the run has no such step.
+
+    The neighbours of an evaluation are evaluations.
+    """
     found = run.index.steps(lost=lost)
-    names = [row.name if row.step is None else row.step for row in found]
-    for place, row in enumerate(found):
+    is_evaluation = rows.evaluated_step(name) is not None
+    alike = [row for row in found if (rows.evaluated_step(row.name) is not None) == is_evaluation]
+    names = [row.name if row.step is None else row.step for row in alike]
+    for place, row in enumerate(alike):
         if row.name == name:
             before = names[place - 1] if place else None
             return row, before, names[place + 1] if place + 1 < len(names) else None
@@ -123,7 +128,7 @@ def group(row: rows.GroupRow) -> answers.Group:
     first = row.members[0] if row.members else None
     return answers.Group(
         group=str(row.group),
-        number=row.group,
+        number=rows.group_number(row.group),
         task=row.task,
         seed=row.seed,
         episode_id=None if first is None or first.episode_id is None else head(first.episode_id, 200),
@@ -142,7 +147,7 @@ def group(row: rows.GroupRow) -> answers.Group:
 def episode_row(row: rows.EpisodeRow) -> answers.Row:
     return answers.Row(
         row=row.row,
-        name=f"{row.group}-{row.member}",
+        name=f"{rows.group_number(row.group)}-{row.member}",
         step=head(row.place, 50) if row.step is None else row.step,
         group=str(row.group),
         member=row.member,
@@ -168,7 +173,7 @@ def episode_row(row: rows.EpisodeRow) -> answers.Row:
         tools=_tool_names(row.tools),
         seed=row.seed,
         episode_id=None if row.episode_id is None else head(row.episode_id, 200),
-        kind="untrained" if row.fate == "untrained" else "trajectory",
+        kind=row.fate if row.fate in ("untrained", "held-out") else "trajectory",
         phase=row.phase,
         lost=row.is_lost,
         replaced=row.is_replaced,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from verl_server.watch.index.run_tail import RunState, StepTimes
+from verl_server.watch.index.run_tail import EvaluationRow, RunState, StepTimes
 from verl_server.watch.index.session_store import SessionStore
 from verl_server.watch.run_records import AnyEvent
 
 
 class StoreTail:
-    """What views ask of a run's metrics and events: a store has none."""
+    """What views ask of a run's metrics, evaluations and events: a store has none."""
 
     def __init__(self, store: SessionStore) -> None:
         self._store = store
@@ -63,6 +63,12 @@ class StoreTail:
         self, kinds: Collection[str] | None = None, after: int = 0, limit: int = 1000, *, newest: bool = False
     ) -> list[tuple[int, AnyEvent]]:
         return []
+
+    def evaluations(self, *, lost: bool = False) -> list[EvaluationRow]:
+        return []
+
+    def evaluation_playing(self) -> tuple[int, float] | None:
+        return None
 
     def steps_between(self, begin: float, end: float, limit: int = 1000) -> list[StepTimes]:
         return []

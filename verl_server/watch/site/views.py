@@ -7,6 +7,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from verl_server.watch.site.advice import advisories_answer
 from verl_server.watch.site.episode import episode_answer, text_answer, tokens_answer
+from verl_server.watch.site.evaluations import evaluations_answer
 from verl_server.watch.site.lanes import lanes_answer
 from verl_server.watch.site.overview import events_answer, metrics_answer, runs_answer, settings_answer
 from verl_server.watch.site.page_errors import PageError
@@ -18,6 +19,7 @@ RUN_VIEWS: Mapping[str, Callable[[WatchedRun, Query], bytes]] = {
     "metrics": metrics_answer,
     "events": events_answer,
     "advisories": advisories_answer,
+    "evaluations": evaluations_answer,
     "lanes": lanes_answer,
     "steps": steps_answer,
     "episodes": episodes_answer,

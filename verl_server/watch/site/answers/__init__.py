@@ -10,7 +10,7 @@ Rules for all of them:
   direction as visible characters. It is never HTML.
 - `Step` is the number of the step that used an episode, or the name of another place: "-" (a run without steps),
   "playing" and "dropped" (groups of an asynchronous run that no step used), "untrained" (of a step that the run did not
-  complete), "before" and "after" (the demo's evaluations).
+  complete), "held-out-N" (the evaluation at step N), "before" and "after" (the demo's evaluations).
 - An answer has at most 1 MB. A list that does not fit goes on at `next`: the same URL with `after` set to its value. A
   null `next` is the end.
 - An error has a status of 400 or more, and `ErrorAnswer` as its body.
@@ -23,6 +23,7 @@ so finds the answers of an export, which are stored by URL.
     /api/runs/RUN/metrics?from&names&points&to      Metrics
     /api/runs/RUN/events?after&kinds                Events
     /api/runs/RUN/advisories                        Advisories
+    /api/runs/RUN/evaluations?after                 Evaluations
     /api/runs/RUN/lanes?from&rows&to                Lanes
     /api/runs/RUN/steps?after&from&to               Steps
     /api/runs/RUN/steps/STEP?after&sort&FILTERS     StepGroups

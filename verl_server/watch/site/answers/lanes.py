@@ -13,6 +13,21 @@ class ServerLane(msgspec.Struct, kw_only=True):
     """Kinds: up, lost (it had ended or had no weights)."""
 
 
+class EvaluationSpan(msgspec.Struct, kw_only=True):
+    """The time in which the held-out tasks played."""
+
+    step: int
+    """Number of the steps before."""
+    begin: float
+    end: float
+    reward: Number
+    """Mean reward; null while it plays, and without a scored episode."""
+    push_delay: Number
+    """Seconds for which it held a push; null while it plays."""
+    incomplete: str | None
+    """The reason if its figures cannot be compared with others."""
+
+
 class EpisodeLane(msgspec.Struct, kw_only=True):
     row: str
     """Row of the episode's first branch: opens it."""
@@ -52,9 +67,11 @@ class Lanes(msgspec.Struct, kw_only=True):
     """Newest time of the run."""
     trainer: list[tuple[str, float, float, int]] = []
     """Phase, begin, end, step. Phases lie one after the other and end with the step; those that ran side by side with
-    others (an asynchronous rollout) are in none."""
+    others (an asynchronous rollout) are in none. In "held", the push of the step waited for an evaluation. In
+    "evaluation", which lies between two steps, the trainer waited for one; its step is that of the evaluation."""
     pushes: list[tuple[str, float, float, str | None]] = []
     """Weight version, begin, end, error."""
+    evaluations: list[EvaluationSpan] = []
     servers: list[ServerLane] = []
     episodes: list[EpisodeLane] = []
     total: int = 0

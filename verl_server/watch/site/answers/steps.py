@@ -53,8 +53,8 @@ class Row(EpisodeColumns, kw_only=True):
     generate_s: float
     env_s: float
     queue_s: float
-    kind: Literal["trajectory", "untrained"]
-    """untrained: the run did not complete the step."""
+    kind: Literal["trajectory", "untrained", "held-out"]
+    """untrained: the run did not complete the step. held-out: an evaluation played it."""
     lost: bool
     """True if the step was lost when the run was killed, and ran again."""
     replaced: bool
@@ -77,7 +77,7 @@ class Group(msgspec.Struct, kw_only=True):
     group: str
     """Id of the group, for the filter `group`."""
     number: int
-    """`task.group`."""
+    """`task.group`; held-out tasks count from 0."""
     task: str
     """Digest of the task: equal in two steps that played the same task."""
     seed: str
