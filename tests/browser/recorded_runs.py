@@ -6,6 +6,7 @@ texts, an episode of 128,000 tokens. `benchmarks.watch_scale` writes 100,000 epi
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -23,7 +24,11 @@ from verl_server.train.metrics import StepMetrics, describe_rollout
 from verl_server.train.rollout_report import report_rollout
 from verl_server.train.run_writer import RunWriter
 from verl_server.watch.run_records import (
+    HELD_OUT,
     Alarm,
+    Evaluation,
+    EvaluationBegan,
+    EvaluationEnded,
     PushBegan,
     PushEnded,
     RunEnded,
@@ -37,6 +42,9 @@ FIRST = "5f2c9a1e"
 BEGAN = 1_790_000_000.0
 STEPS, GROUPS, MEMBERS = 40, 6, 6
 STEP_SECONDS = 20.0
+EVALUATED = (0, 10, 20, 30, STEPS)
+"""Steps at which the run `steady` evaluates."""
+HELD_OUT_TASKS, EVALUATION_SECONDS = 16, 12.0
 ENV_ERROR = "The environment at http://games:8000 did not answer for 30 s. Is its server running?"
 LONG_TOKENS = 128_000
 HOSTILE = (
@@ -102,6 +110,32 @@ class TrainingRun:
         with self._written():
             for step in range(first, last):
                 self._step(step)
+
+    def evaluate(self, step: int, incomplete: str | None = None) -> None:
+        """Write an evaluation between two steps, whose weights have a checkpoint. One that is incomplete has half of
+        its episodes."""
+        main, began, version = self._ranks[0], self.clock.now, f"{step}@{FIRST}"
+        draw = random.Random(f"{self.seed} {step}")
+        tasks = [
+            Task(seed=HELD_OUT + number, group=HELD_OUT + number, episode_id=f"held-out-{number}-0")
+            for number in range(HELD_OUT_TASKS // (1 if incomplete is None else 2))
+        ]
+        played = [play(draw, task, skill=self.skill(step), version=version, began=began) for task in tasks]
+        reward = sum(t.reward or 0.0 for t in played) / len(played)
+        record = Evaluation(
+            step=step, version=version, episodes=len(played), failed=0, unfinished=HELD_OUT_TASKS - len(played),
+            reward=reward, success=reward, seconds=EVALUATION_SECONDS, push_delay=EVALUATION_SECONDS,
+            incomplete=incomplete,
+        )  # fmt: skip
+        (self.folder / f"checkpoint-{step}").mkdir()
+        with self._written():
+            main.note(EvaluationBegan(step=step, version=version))
+            self.clock.now = began + EVALUATION_SECONDS
+            for rank, files in enumerate(self._ranks):
+                files.record_held_out(step, played[rank::2])
+            main.record_evaluation(record)
+            names = ("step", "version", "seconds", "push_delay", "reward", "incomplete")
+            main.note(EvaluationEnded(**{name: getattr(record, name) for name in names}))
 
     def advise(self, step: int) -> None:
         """Write an advisory."""
@@ -195,10 +229,20 @@ class TrainingRun:
 def write_runs(folder: Path) -> None:
     """Write the runs that most tests share: training runs of several kinds, agents, a rollout."""
     steady = TrainingRun(folder / "steady")
-    steady.write(0, STEPS)
+    for first, last in itertools.pairwise(EVALUATED):
+        steady.evaluate(first)
+        steady.write(first, last)
+    steady.evaluate(STEPS)
     steady.end()
+    for step in EVALUATED[:2]:
+        (folder / "steady" / f"checkpoint-{step}").rmdir()
     hasty = TrainingRun(folder / "hasty", seed=1, best=0.45, entropy_left=0.02)
-    hasty.write(0, 25)
+    hasty.evaluate(0)
+    hasty.write(0, 10)
+    hasty.evaluate(10)
+    hasty.write(10, 20)
+    hasty.evaluate(20, incomplete="timeout")
+    hasty.write(20, 25)
     hasty.advise(24)
     hasty.end(error="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     small_runs.write_resumed_run(folder / "resumed")

@@ -35,6 +35,32 @@ test("a quotient has no value where its divisor is 0", () => {
   assert.deepEqual(lines("length")[0].values, [10, null]);
 });
 
+const evaluation = (step, reward, more) => ({ step, reward, success: null, incomplete: null, best: false, checkpoint: false, ...more });
+const EVALUATIONS = [
+  evaluation(0, 0.25),
+  evaluation(20, 0.75, { best: true, checkpoint: true }),
+  evaluation(40, 0.9, { incomplete: "timeout" }),
+  evaluation(40, null, { incomplete: "unscored" }),
+  evaluation(40, 0.5),
+];
+
+test("evaluations have their own steps, and incomplete ones are apart from the line", () => {
+  const evaluated = runTable({ id: "r", name: "run" }, 0, METRICS, EVALUATIONS);
+  const { lines, place, note } = CHARTS.find((chart) => chart.id === "held-out");
+  assert.deepEqual(lines(evaluated), [
+    { name: "reward", style: "points", step: [0, 20, 40], values: [0.25, 0.75, 0.5] },
+    { name: "incomplete", style: "hollow", step: [40], values: [0.9] },
+    { name: "best", style: "ring", step: [20], values: [0.75] },
+  ]);
+  assert.deepEqual(CHARTS.find((chart) => chart.id === "held-out-success").lines(evaluated), []);
+  assert.deepEqual(lines(table), []);
+  assert.equal(place(20), "held-out-20");
+  assert.equal(note([evaluated], 20), "checkpoint kept");
+  assert.equal(note([evaluated], 40), "checkpoint removed");
+  assert.equal(note([evaluated, evaluated], 20), "", "of two runs, it is unclear which one is meant");
+  assert.equal(note([evaluated], 5), "");
+});
+
 test("ids of charts are unique", () => {
   assert.equal(new Set(CHARTS.map(({ id }) => id)).size, CHARTS.length);
 });

@@ -3,12 +3,16 @@ import { test } from "node:test";
 import {
   ago,
   bytes,
+  capital,
   counted,
   duration,
+  evaluatedStep,
+  evaluationPlace,
   figure,
   fixed,
   oneLine,
   percent,
+  placeName,
   shorten,
   toNumber,
   whole,
@@ -24,6 +28,18 @@ test("numbers that JSON cannot hold travel as texts", () => {
   assert.equal(toNumber(null), null);
   assert.equal(figure("NaN"), "NaN");
   assert.equal(figure("Infinity"), "\u221e");
+});
+
+test("steps and other places have names", () => {
+  assert.deepEqual([5, "12", "-", "untrained", evaluationPlace(40)].map(placeName), [
+    "step 5",
+    "step 12",
+    "episodes",
+    "untrained",
+    "held-out at step 40",
+  ]);
+  assert.deepEqual(["held-out-40", "held-out-", "held-out", 40].map(evaluatedStep), [40, null, null, null]);
+  assert.equal(capital("step 5"), "Step 5");
 });
 
 test("figures have about three digits", () => {

@@ -24,6 +24,7 @@ const ANSWER = {
     ["v4", 106, 106.01, null],
     ["v5", 107, 107.5, "timeout"],
   ],
+  evaluations: [],
   servers: [{ url: "http://127.0.0.1:30000", spans: [["up", 90, 120]] }],
   episodes: [
     {
@@ -78,6 +79,36 @@ test("what lies under the pointer is told with its duration", () => {
   ]);
   assert.equal(countsText(ANSWER.counts, 101), "2 generating, 1 waiting for the environment");
   assert.equal(countsText(ANSWER.counts, 200), "");
+});
+
+test("what waits for an evaluation names it, and the time for which it held the push", () => {
+  const evaluation = { step: 20, begin: 101, end: 109, reward: 0.5, push_delay: 2.5, incomplete: null };
+  const trainer = [
+    ["train", 104, 106, 20],
+    ["held", 106, 108.5, 20],
+    ["held", 130, 131, 30],
+  ];
+  const { lanes } = layoutLanes({ ...ANSWER, trainer, evaluations: [evaluation] });
+  const [, held, other] = lanes[0].spans;
+  assert.deepEqual(hitText({ lane: lanes[0], span: held }, ANSWER, 107), [
+    "step 20: held \u00b7 2.5 s",
+    "push held 2.5 s by the evaluation at step 20",
+  ]);
+  assert.equal(other.more, "push held 1 s by an evaluation");
+  const lane = lanes.find(({ kind }) => kind === "evaluation");
+  assert.deepEqual(hitText({ lane, span: lane.spans[0] }, ANSWER, 107), [
+    "evaluation at step 20: reward 0.5 \u00b7 8 s",
+    "push held 2.5 s by the evaluation at step 20",
+  ]);
+  assert.equal(lane.spans[0].evaluation, 20);
+});
+
+test("an evaluation between two steps is what the trainer does then", () => {
+  const evaluation = { step: 20, begin: 101, end: 109, reward: null, push_delay: null, incomplete: null };
+  const { lanes } = layoutLanes({ ...ANSWER, trainer: [["evaluation", 101, 109, 20]], evaluations: [evaluation] });
+  const [span] = lanes[0].spans;
+  assert.equal(span.text, "evaluation at step 20: plays");
+  assert.deepEqual([span.step, span.evaluation, span.more], [undefined, 20, ""]);
 });
 
 test("marks of the axis are round distances from the begin of the run", () => {

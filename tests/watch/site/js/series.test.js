@@ -3,6 +3,7 @@ import { test } from "node:test";
 import {
   decades,
   decayFor,
+  extent,
   finiteParts,
   joinTables,
   nearest,
@@ -81,4 +82,10 @@ test("a logarithmic axis has whole decades, also for one value", () => {
   assert.deepEqual(decades(null, 0.01, 0.01), [0.001, 0.1]);
   assert.deepEqual(decades(null, 0.02, 0.02), [0.01, 0.1]);
   assert.deepEqual(decades(null, null, null), [0.1, 1]);
+});
+
+test("the range of several columns", () => {
+  assert.deepEqual(extent([[0, 39], [0, 20, 40], []]), [0, 40]);
+  assert.deepEqual(extent([[7], []]), [6.5, 7.5]);
+  assert.deepEqual(extent([]), [0, 1]);
 });

@@ -1,14 +1,40 @@
 /**
- * What a chart draws over its lines: bounds of advisories, and marks of values that are not finite on the axis. A
- * diverged run must be seen.
+ * What a chart marks: single points, and over its lines bounds of advisories and values that are not finite. A diverged
+ * run must be seen.
  *
- * `charts` calls `drawOver` after each drawing of a plot.
+ * `charts` takes the series of points from `pointSeries`, and calls `drawOver` after each drawing of a plot.
  */
 
 import { styleValue } from "./dom.js";
 import { nearest } from "./series.js";
 
 export const NOT_FINITE = "not finite";
+
+/**
+ * Return the series of a line of few values: points that a line joins, hollow points, or rings around points.
+ * @param {"points" | "hollow" | "ring"} style
+ * @param {string} colour
+ */
+export function pointSeries(style, colour) {
+  const points = {
+    points: { size: 7, width: 1, fill: colour },
+    hollow: { size: 7, width: 1.6, fill: styleValue("--panel") },
+    ring: { size: 14, width: 1.6, fill: "transparent" },
+  }[style];
+  const paths = style === "points" ? undefined : () => null;
+  return { stroke: colour, width: 1.6, spanGaps: true, paths, points: { show: true, stroke: colour, ...points } };
+}
+
+/**
+ * Return true if the head of a chart tells the value of a line. It leaves out points without a value under the cursor,
+ * and hollow points without a cursor.
+ * @param {import("./charts.js").Line} line
+ * @param {number | null} index Place of the cursor.
+ */
+export function isTold({ style, values }, index) {
+  if (!style) return true;
+  return index === null ? style !== "hollow" : values[index] !== null;
+}
 
 /**
  * @param {any} plot

@@ -8,9 +8,9 @@
 import { uPlot } from "./uplot.js";
 import { h, isDark, setText, styleValue } from "./dom.js";
 import { faded, kindColour, runColour } from "./colours.js";
-import { drawOver, NOT_FINITE } from "./chartmarks.js";
+import { drawOver, isTold, NOT_FINITE, pointSeries } from "./chartmarks.js";
 import { figure, words } from "./format.js";
-import { decades, decayFor, finiteParts, joinTables, positive, smooth, stack } from "./series.js";
+import { decades, decayFor, extent, finiteParts, joinTables, positive, smooth, stack } from "./series.js";
 
 /**
  * @typedef {object} ChartSpec
@@ -22,8 +22,19 @@ import { decades, decayFor, finiteParts, joinTables, positive, smooth, stack } f
  * @property {boolean} [zero] The axis begins at 0.
  * @property {boolean} [stacked] Areas of one run that lie on each other.
  * @property {(value: unknown) => string} [format]
+ * @property {(step: number) => string} [place] What a click opens: the step itself without it.
+ * @property {(tables: RunTable[], step: number) => string} [note] What is said beside the step of the cursor.
+ * @property {boolean} [optional] Runs of some kinds have it, so that others do not say that it is missing.
  */
-/** @typedef {{name: string, values: (number | null)[], low?: (number | null)[], high?: (number | null)[]}} Line */
+/**
+ * @typedef {object} Line
+ * @property {string} name
+ * @property {(number | null)[]} values
+ * @property {(number | null)[]} [low]
+ * @property {(number | null)[]} [high]
+ * @property {number[]} [step] Steps of the values, if they are not those of the table.
+ * @property {"points" | "hollow" | "ring"} [style] Points that a line joins; hollow points, or rings, without a line.
+ */
 /**
  * @typedef {object} RunTable
  * @property {string} id
@@ -32,6 +43,7 @@ import { decades, decayFor, finiteParts, joinTables, positive, smooth, stack } f
  * @property {number[]} step
  * @property {(name: string) => Line | null} column
  * @property {string[]} names Names of all columns.
+ * @property {any[]} evaluations `Evaluation` in answers/evaluations.py, by their steps.
  */
 
 const HEIGHT = 168;
@@ -43,7 +55,7 @@ export class ChartGrid {
   /**
    * @param {ChartSpec[]} specs
    * @param {object} handlers
-   * @param {(run: string, step: number) => void} handlers.onOpen
+   * @param {(run: string, step: number | string) => void} handlers.onOpen
    * @param {(zoom: [number, number] | null) => void} handlers.onZoom
    */
   constructor(specs, { onOpen, onZoom }) {
@@ -73,12 +85,13 @@ export class ChartGrid {
    * Show the tables of the visible runs.
    * @param {RunTable[]} tables
    * @param {Record<string, number[]>} bounds Id of a chart -> bounds of advisories, which it draws.
-   * @returns {string[]} Titles of the charts without data, which are hidden.
+   * @returns {string[]} Titles of the charts without data, which are hidden. Optional ones are left out.
    */
   setTables(tables, bounds) {
     this.tables = tables;
     for (const chart of this.charts) chart.bounds = bounds[chart.spec.id] ?? [];
-    return this.charts.filter((chart) => !chart.show(tables)).map((chart) => chart.spec.title);
+    const missing = this.charts.filter((chart) => !chart.show(tables) && !chart.spec.optional);
+    return missing.map((chart) => chart.spec.title);
   }
 
   /** Put a chart before all others, and mark it. @param {string} id "" for none. */
@@ -96,11 +109,7 @@ export class ChartGrid {
   /** The first and last step that the charts show. @returns {[number, number]} */
   get range() {
     if (this.zoom) return this.zoom;
-    const steps = this.tables.filter((table) => table.step.length);
-    const low = Math.min(...steps.map((table) => table.step[0]));
-    const high = Math.max(...steps.map((table) => table.step[table.step.length - 1]));
-    if (!steps.length) return [0, 1];
-    return low === high ? [low - 0.5, high + 0.5] : [low, high];
+    return extent(this.tables.flatMap((table) => [table.step, table.evaluations.map(({ step }) => step)]));
   }
 
   #resize() {
@@ -147,16 +156,15 @@ class Chart {
       this.destroy();
       return false;
     }
+    const lines = found.flatMap((each) => each.lines.map((line) => ({ table: each.table, line })));
     const joined = joinTables(
-      found.map(({ table, lines }) => ({
-        x: table.step,
-        columns: lines.flatMap((line) => [line.values, line.low ?? [], line.high ?? []]),
+      lines.map(({ table, line }) => ({
+        x: line.step ?? table.step,
+        columns: [line.values, line.low ?? [], line.high ?? []],
       })),
     );
     this.x = joined.x;
-    this.lines = found.flatMap(({ table, lines }, index) =>
-      lines.map((line, number) => this.#prepared(table, line, joined.columns[index].slice(3 * number, 3 * number + 3))),
-    );
+    this.lines = lines.map(({ table, line }, index) => this.#prepared(table, line, joined.columns[index]));
     this.#draw();
     this.#describe();
     this.#readout(this.plot.cursor.idx ?? null);
@@ -171,7 +179,7 @@ class Chart {
       line.low && line.high && !this.spec.stacked && !this.spec.log
         ? [finiteParts(low).drawn, finiteParts(high).drawn]
         : null;
-    const decay = this.spec.stacked ? 0 : decayFor(table.step);
+    const decay = this.spec.stacked || line.style ? 0 : decayFor(table.step);
     return { table, line: { ...line, values }, raw, marks, band, smooth: decay ? smooth(this.x, raw, decay) : raw };
   }
 
@@ -182,6 +190,7 @@ class Chart {
         table.id,
         table.index,
         line.name,
+        line.style,
         !!band,
         soft === raw,
       ]),
@@ -285,6 +294,10 @@ class Chart {
     let at = 1;
     return this.lines.flatMap(({ table, line, raw, smooth: soft, band }, index) => {
       const colour = runColour(table.index, dark);
+      if (line.style) {
+        at += 1;
+        return [{ ...pointSeries(line.style, colour), label: line.name }];
+      }
       const dash = this.#dash(index);
       const isSmooth = soft !== raw;
       const series = [];
@@ -352,11 +365,13 @@ class Chart {
 
   /** @param {number} index @param {number | null} value */
   #open(index, value) {
-    const known = this.lines.filter(({ raw, table }) => raw[index] !== null || table.step.includes(this.x[index]));
+    const has = (/** @type {any} */ { line, table }) => (line.step ?? table.step).includes(this.x[index]);
+    const known = this.lines.filter((each) => each.raw[index] !== null || has(each));
     const far = (/** @type {any} */ line) =>
       value === null || line.raw[index] === null ? Infinity : Math.abs(line.raw[index] - value);
     const nearestLine = known.sort((a, b) => far(a) - far(b))[0];
-    if (nearestLine) this.grid.onOpen(nearestLine.table.id, this.x[index]);
+    const step = this.x[index];
+    if (nearestLine) this.grid.onOpen(nearestLine.table.id, this.spec.place ? this.spec.place(step) : step);
   }
 
   /** @param {KeyboardEvent} event */
@@ -371,11 +386,12 @@ class Chart {
 
   /** Tell the values at an index in the head of the chart, the newest one of each line without a cursor. @param {number | null} index */
   #readout(index) {
-    setText(this.at, index === null ? "newest" : `step ${this.x[index]}`);
+    const note = index === null ? "" : (this.spec.note?.(this.grid.tables, this.x[index]) ?? "");
+    setText(this.at, index === null ? "newest" : `step ${this.x[index]}${note ? ` \u00b7 ${note}` : ""}`);
     const format = this.spec.format ?? figure;
     const dark = isDark();
     const isNamed = this.spec.stacked || new Set(this.lines.map(({ line }) => line.name)).size > 1;
-    const told = this.lines.slice(0, MOST_VALUES);
+    const told = this.lines.filter(({ line }) => isTold(line, index)).slice(0, MOST_VALUES);
     while (this.values.children.length < told.length)
       this.values.append(h("span", { class: "chart-value" }, h("i", {}), h("b", {}), h("small", {})));
     while (this.values.children.length > told.length) this.values.lastElementChild.remove();

@@ -21,6 +21,8 @@ const KINDS = {
   push: ["#b5569a", "#d48cba"],
   record: ["#7a6a53", "#b7a58a"],
   save: ["#a67c00", "#d7b04a"],
+  evaluation: ["#5b4fa8", "#a99cf2"],
+  held: ["#a89fd6", "#6c61ad"],
   failed: ["#d55e00", "#ff9148"],
   policy: ["#0072b2", "#5db3e6"],
   infrastructure: ["#d55e00", "#ff9148"],

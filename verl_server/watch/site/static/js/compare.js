@@ -6,7 +6,7 @@
 
 import { heldComparison } from "./comparison.js";
 import { emptyState, errorState, fill, foreign, h } from "./dom.js";
-import { counted, figure, fixed, toNumber, whole } from "./format.js";
+import { capital, counted, figure, fixed, placeName, toNumber, whole } from "./format.js";
 import { arrow, columnTitles, fact, viewFrame } from "./heads.js";
 import { WindowedList } from "./list.js";
 import { address, link } from "./places.js";
@@ -58,13 +58,13 @@ class Compare {
     this.range = rewardRange(this.pairs.flatMap(({ a, b }) => [a, b]));
     const runs = [this.run, this.other];
     const names = [answer.a, answer.b].map(({ step }, at) =>
-      this.other === this.run ? `step ${step}` : `${this.page.run(runs[at])?.name ?? runs[at]}, step ${step}`,
+      this.other === this.run ? placeName(step) : `${this.page.run(runs[at])?.name ?? runs[at]}, ${placeName(step)}`,
     );
     const side = (/** @type {any} */ step, /** @type {number} */ at) =>
       h(
         "span",
         { class: "facts" },
-        h("a", { href: link("step", [runs[at], step.step]) }, foreign(names[at].replace(/^step /, "Step "))),
+        h("a", { href: link("step", [runs[at], step.step]) }, foreign(this.other === this.run ? capital(names[at]) : names[at])),
         fact("reward", figure(step.reward)),
         fact("failed", whole(step.failed)),
         fact("tokens", figure(step.tokens)),

@@ -6,6 +6,7 @@
  */
 
 import { ApiError } from "./api.js";
+import { evaluatedStep, placeName } from "./format.js";
 import { address } from "./places.js";
 
 /**
@@ -42,7 +43,8 @@ function place({ a, b }) {
 export function heldSteps(urls, run) {
   const begin = `${address(["runs", run, "steps"])}/`;
   const names = urls.filter((url) => url.startsWith(begin) && !url.includes("?"));
-  return names.map((url) => decodeURIComponent(url.slice(begin.length))).sort((a, b) => Number(a) - Number(b));
+  const number = (/** @type {string} */ name) => evaluatedStep(name) ?? Number(name);
+  return names.map((url) => decodeURIComponent(url.slice(begin.length))).sort((a, b) => number(a) - number(b));
 }
 
 /**
@@ -57,7 +59,7 @@ export async function heldComparison(api, runs, steps) {
   if (missing >= 0)
     throw new ApiError(
       404,
-      `The groups of step ${steps[missing]} of ${runs[missing].name} are not in this export.`,
+      `The groups of ${placeName(steps[missing])} of ${runs[missing].name} are not in this export.`,
       "The newest steps are exported first. --export-megabytes permits more; verl-server watch RUN has all of them.",
     );
   const [a, b] = await Promise.all(urls.map((url) => api.get(url)));

@@ -6,7 +6,7 @@
 
 import { badge, emptyState, errorState, fill, foreign, h, loadingState } from "./dom.js";
 import { Conversation } from "./conversation.js";
-import { counted, duration, figure, fixed, moment, shorten, whole, words } from "./format.js";
+import { capital, counted, duration, figure, fixed, moment, placeName, shorten, whole, words } from "./format.js";
 import { arrow, fact } from "./heads.js";
 import { address, link } from "./places.js";
 import { endTone } from "./rows.js";
@@ -98,8 +98,7 @@ class EpisodeView {
     const { row, siblings, attempts, trained, error, waits } = this.answer;
     const own = this.#place(siblings);
     const to = (/** @type {string | undefined} */ sibling) => (sibling === undefined ? null : this.#to(sibling));
-    const stepName =
-      typeof row.step === "number" ? `Step ${row.step}` : row.step === "-" ? "Episodes" : words(row.step);
+    const stepName = capital(placeName(row.step));
     const others = attempts.filter((/** @type {string} */ each) => each !== row.row);
     const tone = row.fault === "infrastructure" ? "bad" : endTone(row.stop_reason, row.fault);
     fill(

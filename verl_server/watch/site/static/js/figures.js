@@ -5,19 +5,21 @@
  * version have what they have.
  */
 
-import { duration, figure, percent, toNumber, words } from "./format.js";
+import { checkpointNote, evaluationLines } from "./evaluations.js";
+import { duration, evaluationPlace, figure, percent, toNumber, words } from "./format.js";
 
 /** @typedef {import("./charts.js").RunTable} RunTable */
 /** @typedef {import("./charts.js").Line} Line */
 
 /**
- * Make the table of a run from its answer.
+ * Make the table of a run from its answers.
  * @param {any} run Entry of /api/runs.
  * @param {number} index Place among all runs.
  * @param {any} metrics `Metrics` in answers/runs.py.
+ * @param {any[]} [evaluations] `Evaluation` in answers/evaluations.py, by their steps.
  * @returns {RunTable}
  */
-export function runTable(run, index, metrics) {
+export function runTable(run, index, metrics, evaluations = []) {
   const numbers = (/** @type {any[] | undefined} */ column) => column?.map(toNumber);
   return {
     id: run.id,
@@ -25,6 +27,7 @@ export function runTable(run, index, metrics) {
     index,
     step: metrics.step,
     names: metrics.names,
+    evaluations,
     column(name) {
       const values = numbers(metrics.values[name]);
       if (!values || values.every((value) => value === null)) return null;
@@ -103,6 +106,24 @@ function phases(table) {
 /** @type {import("./charts.js").ChartSpec[]} */
 export const CHARTS = [
   { id: "reward", title: "Reward", hint: "Mean reward of the scored episodes", lines: columns("reward") },
+  {
+    id: "held-out",
+    title: "Held-out reward",
+    hint: "Mean reward on tasks that no step trains on. A hollow point is incomplete, a ring is the best one. A click opens the episodes",
+    lines: evaluationLines("reward"),
+    place: evaluationPlace,
+    note: checkpointNote,
+  },
+  {
+    id: "held-out-success",
+    title: "Held-out success",
+    hint: "Share of the held-out episodes that succeeded (--eval-success)",
+    lines: evaluationLines("success"),
+    place: evaluationPlace,
+    note: checkpointNote,
+    zero: true,
+    format: percent,
+  },
   {
     id: "success",
     title: "Success",
@@ -213,8 +234,30 @@ export const CHARTS = [
     id: "gradient",
     title: "Gradient norm",
     hint: "Norm of the gradient before clipping",
-    lines: columns("losses.grad_norm"),
+    lines: columns(["losses.grad_norm", "policy"], ["losses.value_grad_norm", "critic"]),
     zero: true,
+  },
+  {
+    id: "explained",
+    title: "Explained variance",
+    hint: "Share of the returns' variance that PPO's critic knows before it is trained: 1 all, 0 none, below 0 it misleads",
+    lines: columns("losses.explained_variance"),
+    optional: true,
+  },
+  {
+    id: "value",
+    title: "Value and return",
+    hint: "What PPO's critic expects of a turn, and what follows it: means over turns",
+    lines: columns(["losses.value", "value"], ["losses.return", "return"]),
+    optional: true,
+  },
+  {
+    id: "value-loss",
+    title: "Value loss",
+    hint: "Half of the squared distance between value and return, clipped",
+    lines: columns("losses.value_loss"),
+    zero: true,
+    optional: true,
   },
   {
     id: "cache",

@@ -181,6 +181,41 @@ export function words(name) {
   return name.replace(/[_.]+/g, " ").trim();
 }
 
+/**
+ * Return the place of the episodes of an evaluation among the steps of a run.
+ * @param {number} step
+ */
+export function evaluationPlace(step) {
+  return `held-out-${step}`;
+}
+
+/**
+ * Return the step of an evaluation's place, null for another place.
+ * @param {unknown} place A step, or the name of another place.
+ */
+export function evaluatedStep(place) {
+  const match = /^held-out-(\d+)$/.exec(String(place));
+  return match ? Number(match[1]) : null;
+}
+
+/**
+ * Return the name of a step or of another place of a run, in words.
+ * @param {string | number} place
+ */
+export function placeName(place) {
+  const evaluated = evaluatedStep(place);
+  if (evaluated !== null) return `held-out at step ${evaluated}`;
+  return /^\d+$/.test(String(place)) ? `step ${place}` : place === "-" ? "episodes" : words(String(place));
+}
+
+/**
+ * Return the text with a large first letter.
+ * @param {string} text
+ */
+export function capital(text) {
+  return text.slice(0, 1).toUpperCase() + text.slice(1);
+}
+
 /** @param {number} number */
 function two(number) {
   return String(number).padStart(2, "0");

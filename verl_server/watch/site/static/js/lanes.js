@@ -5,7 +5,7 @@
  */
 
 import { faded, inkOn, kindColour } from "./colours.js";
-import { duration, percent, shorten, words } from "./format.js";
+import { duration, figure, percent, placeName, shorten, words } from "./format.js";
 import { stack } from "./series.js";
 import { markText, timeMarks } from "./timeaxis.js";
 
@@ -24,17 +24,29 @@ export const KIND_NAMES = {
   env: "waiting for the environment",
   queue: "waiting in the queue",
   other: "the agent's own time",
+  evaluation: "evaluation",
+  held: "push held by an evaluation",
   up: "up",
   lost: "lost",
 };
 
 /**
+ * @typedef {object} Span
+ * @property {string} kind
+ * @property {number} begin
+ * @property {number} end
+ * @property {string} text
+ * @property {number} [step] Step that a click opens.
+ * @property {number} [evaluation] Step of the evaluation whose episodes a click opens.
+ * @property {string} [more] A further line of text.
+ */
+/**
  * @typedef {object} Lane
- * @property {"trainer" | "push" | "server" | "counts" | "episode"} kind
+ * @property {"trainer" | "push" | "evaluation" | "server" | "counts" | "episode"} kind
  * @property {string} name
  * @property {number} top
  * @property {number} height
- * @property {{kind: string, begin: number, end: number, text: string}[]} spans
+ * @property {Span[]} spans
  * @property {any} [episode]
  */
 
@@ -52,12 +64,7 @@ export function layoutLanes(lanes) {
     top += lane.height + gap;
   };
   if (lanes.trainer.length) {
-    const spans = lanes.trainer.map((/** @type {any[]} */ [kind, begin, end, step]) => ({
-      kind,
-      begin,
-      end,
-      text: `step ${step}: ${words(kind)}`,
-    }));
+    const spans = lanes.trainer.map((/** @type {any[]} */ span) => trainerSpan(span, lanes.evaluations));
     add({ kind: "trainer", name: "trainer", height: WIDE, spans });
   }
   if (lanes.pushes.length) {
@@ -69,6 +76,8 @@ export function layoutLanes(lanes) {
     }));
     add({ kind: "push", name: "pushes", height: NARROW, spans });
   }
+  if (lanes.evaluations.length)
+    add({ kind: "evaluation", name: "evaluations", height: NARROW, spans: lanes.evaluations.map(evaluationSpan) });
   for (const server of lanes.servers) {
     const spans = server.spans.map((/** @type {any[]} */ [kind, begin, end]) => ({
       kind,
@@ -89,6 +98,31 @@ export function layoutLanes(lanes) {
     add({ kind: "episode", name: episode.label, height: NARROW - 3, spans, episode }, 2);
   }
   return { lanes: placed, height: top + GAP };
+}
+
+/**
+ * @param {any[]} span Of `Lanes.trainer`.
+ * @param {any[]} evaluations `EvaluationSpan` in answers/lanes.py.
+ * @returns {Span}
+ */
+function trainerSpan([kind, begin, end, step], evaluations) {
+  const found = evaluations.find((each) => each.begin < end && each.end > begin);
+  if (kind === "evaluation" && found) return { ...evaluationSpan(found), begin, end };
+  const text = `step ${step}: ${words(kind)}`;
+  if (kind !== "held") return { kind, begin, end, step, text };
+  return { kind, begin, end, step, text, more: heldText(duration(end - begin), found?.step) };
+}
+
+/** @param {any} evaluation `EvaluationSpan` in answers/lanes.py. @returns {Span} */
+function evaluationSpan({ step, begin, end, reward, push_delay: delay, incomplete }) {
+  const state = incomplete !== null ? `incomplete: ${incomplete}` : reward === null ? "plays" : `reward ${figure(reward)}`;
+  const more = delay ? heldText(duration(delay), step) : "";
+  return { kind: "evaluation", begin, end, evaluation: step, text: `evaluation at step ${step}: ${state}`, more };
+}
+
+/** @param {string} time @param {number | undefined} step */
+function heldText(time, step) {
+  return `push held ${time} by ${step === undefined ? "an evaluation" : `the evaluation at step ${step}`}`;
 }
 
 /**
@@ -287,13 +321,13 @@ export function hitText({ lane, span }, answer, time) {
       answer.counts.share < 1 ? `estimated from ${percent(answer.counts.share)} of the episodes` : "",
     ];
   const lines = [];
-  if (span) lines.push(`${span.text} \u00b7 ${duration(span.end - span.begin)}`);
+  if (span) lines.push(`${span.text} \u00b7 ${duration(span.end - span.begin)}`, ...(span.more ? [span.more] : []));
   else if (lane.episode) lines.push(KIND_NAMES.other);
   else if (lane.kind === "trainer") lines.push("no phase: nothing was at work, or it ran beside others");
   if (lane.episode) {
     const { label, step, stop_reason: stop, begin, end } = lane.episode;
     lines.push(
-      `episode ${label}, step ${step} \u00b7 ${stop ? words(stop) : "unfinished"} after ${duration(end - begin)}`,
+      `episode ${label}, ${placeName(step)} \u00b7 ${stop ? words(stop) : "unfinished"} after ${duration(end - begin)}`,
     );
     const isInside = time >= begin && time <= end;
     if (!isInside && !span) lines.shift();

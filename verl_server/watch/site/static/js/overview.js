@@ -6,6 +6,7 @@
  */
 
 import { AdvisoryList } from "./advisories.js";
+import { EvaluationTable, loadEvaluations } from "./evaluations.js";
 import { chartBounds } from "./causes.js";
 import { ChartGrid } from "./charts.js";
 import { runColour } from "./colours.js";
@@ -38,6 +39,7 @@ class Overview {
   constructor(page) {
     this.page = page;
     this.advisories = new AdvisoryList();
+    this.evaluationTable = new EvaluationTable();
     this.runList = h("section", { class: "runs", "aria-label": "Runs" });
     this.note = h("p", { class: "note" });
     this.chartPlace = h("div", { "aria-busy": "true" }, loadingState("Loading the figures"));
@@ -47,12 +49,15 @@ class Overview {
       { class: "page" },
       this.runList,
       this.advisories.element,
+      this.evaluationTable.element,
       this.tools,
       this.chartPlace,
       this.note,
     );
     /** @type {Map<string, any>} */
     this.metrics = new Map();
+    /** @type {Map<string, {evaluations: any[], playing: number | null}>} */
+    this.evaluations = new Map();
     /** @type {Map<string, any>} */
     this.found = new Map();
     /** @type {Map<string, number>} */
@@ -122,14 +127,17 @@ class Overview {
   /** @param {any} run */
   async #load(run) {
     const zoom = this.metrics.get(run.id)?.thinned > 1 ? this.#zoomQuery() : {};
-    const [metrics, advisories] = await Promise.allSettled([
+    const [metrics, advisories, evaluations] = await Promise.allSettled([
       this.page.api.get(address(["runs", run.id, "metrics"], zoom)),
       this.page.api.get(address(["runs", run.id, "advisories"])),
+      loadEvaluations(this.page.api, run.id),
     ]);
     if (metrics.status === "fulfilled") this.metrics.set(run.id, metrics.value);
     this.found.set(run.id, advisories.status === "fulfilled" ? advisories.value : { advisories: [], judged: false });
+    if (evaluations.status === "fulfilled") this.evaluations.set(run.id, evaluations.value);
     this.problem = metrics.status === "rejected" ? metrics.reason : null;
     this.#drawAdvisories();
+    this.#drawEvaluations();
   }
 
   /** The zoom for the server, which then thins less. */
@@ -175,7 +183,7 @@ class Overview {
 
   /** Draw what has arrived, once a frame. */
   #drawSoon() {
-    if (this.frame || ![...this.metrics.values()].some((metrics) => metrics.step.length)) return;
+    if (this.frame || !this.page.runs.some((run) => this.#hasFigures(run.id))) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
       this.#drawRuns();
@@ -183,11 +191,17 @@ class Overview {
     });
   }
 
+  /** @param {string} run */
+  #hasFigures(run) {
+    const metrics = this.metrics.get(run);
+    return Boolean(metrics && (metrics.step.length || this.evaluations.get(run)?.evaluations.length));
+  }
+
   #drawCharts() {
     if (this.isGone || !this.grid) return;
     const tables = this.page.runs.flatMap((run, index) => {
-      const metrics = this.metrics.get(run.id);
-      return metrics?.step.length && !this.hidden.has(run.id) ? [runTable(run, index, metrics)] : [];
+      if (!this.#hasFigures(run.id) || this.hidden.has(run.id)) return [];
+      return [runTable(run, index, this.metrics.get(run.id), this.evaluations.get(run.id)?.evaluations)];
     });
     const drawn = tables.slice(0, MOST_DRAWN);
     const bounds = chartBounds(drawn.flatMap(({ id }) => this.found.get(id)?.advisories ?? []));
@@ -341,6 +355,16 @@ class Overview {
   #differences() {
     this.comparison ??= settingsThatDiffer(this.page.runs, (run) => this.page.api.get(address(["runs", run.id])));
     return this.comparison;
+  }
+
+  #drawEvaluations() {
+    if (this.isGone) return;
+    this.evaluationTable.show(
+      this.page.runs.flatMap((run) => {
+        const found = this.evaluations.get(run.id);
+        return found ? [{ run, ...found }] : [];
+      }),
+    );
   }
 
   #drawAdvisories() {

@@ -4,7 +4,7 @@
 
 import { rewardColour } from "./colours.js";
 import { badge, canvasContext, foreign, h, isDark, styleValue } from "./dom.js";
-import { duration, figure, fixed, toNumber, whole, words } from "./format.js";
+import { duration, evaluatedStep, figure, fixed, toNumber, whole, words } from "./format.js";
 import { link } from "./places.js";
 
 const CELL = 9;
@@ -36,9 +36,12 @@ export function episodeLine(run, row, { isChild = false, excerpt = "" } = {}) {
     row.branches > 1 ? `${row.branches} branches` : "",
     row.versions > 1 ? `${row.versions} versions` : "",
     row.age ? `age ${row.age}` : "",
-    row.kind !== "trajectory" ? row.kind : "",
+    row.kind === "untrained" ? row.kind : "",
     row.phase ?? "",
   ].filter(Boolean);
+  const evaluated = evaluatedStep(row.step);
+  const step =
+    typeof row.step === "number" ? `step ${row.step}` : evaluated === null ? null : `held-out ${evaluated}`;
   return h(
     "a",
     {
@@ -55,7 +58,7 @@ export function episodeLine(run, row, { isChild = false, excerpt = "" } = {}) {
     h(
       "span",
       { class: "name" },
-      isChild ? row.name : `${typeof row.step === "number" ? `step ${row.step} \u00b7 ` : ""}${row.name}`,
+      isChild ? row.name : `${step === null ? "" : `${step} \u00b7 `}${row.name}`,
     ),
     rewardText(row.reward),
     row.stop_reason ? badge(words(row.stop_reason), endTone(row.stop_reason, row.fault)) : badge("unfinished"),

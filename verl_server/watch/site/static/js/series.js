@@ -146,6 +146,19 @@ export function decades(_, low, high) {
 }
 
 /**
+ * Return the range of several columns of x values, half a step around a single value, and [0, 1] without one.
+ * @param {number[][]} columns Each ascends.
+ * @returns {[number, number]}
+ */
+export function extent(columns) {
+  const used = columns.filter((x) => x.length);
+  if (!used.length) return [0, 1];
+  const low = Math.min(...used.map((x) => x[0]));
+  const high = Math.max(...used.map((x) => x[x.length - 1]));
+  return low === high ? [low - 0.5, high + 0.5] : [low, high];
+}
+
+/**
  * Return the index of the entry of `x` that is nearest to `value`, -1 for an empty `x`.
  * @param {number[]} x Ascending.
  * @param {number} value

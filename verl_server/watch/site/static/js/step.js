@@ -6,7 +6,8 @@
 
 import { compareForm } from "./compareform.js";
 import { emptyState, errorState, fill, foreign, h } from "./dom.js";
-import { counted, figure, fixed, whole } from "./format.js";
+import { evaluationFacts, loadEvaluations } from "./evaluations.js";
+import { capital, counted, evaluatedStep, figure, fixed, placeName, whole } from "./format.js";
 import { filterForm, filtersOf, fits, sortedGroups } from "./filters.js";
 import { arrow, columnTitles, fact, viewFrame } from "./heads.js";
 import { WindowedList } from "./list.js";
@@ -99,13 +100,23 @@ class Step {
       );
       answer = { ...whole, groups: sortedGroups(found, sort) };
     }
+    const evaluation = await this.#evaluation();
     if (this.isGone || asked !== this.asked) return;
+    this.evaluation = evaluation;
     this.groups = answer.groups;
     this.next = answer.next;
     this.answer = answer;
     this.range = rewardRange(this.groups);
     this.#drawHead(answer);
     this.#drawList();
+  }
+
+  /** What is recorded of the evaluation whose episodes these are; null for a step. */
+  async #evaluation() {
+    const evaluated = evaluatedStep(this.step);
+    if (evaluated === null) return null;
+    const { evaluations } = await loadEvaluations(this.page.api, this.run);
+    return evaluations.findLast(({ step }) => step === evaluated) ?? null;
   }
 
   async #more() {
@@ -133,22 +144,24 @@ class Step {
     const to = (/** @type {any} */ step) =>
       step === null || step === undefined ? null : link("step", [this.run, step], this.#kept());
     const recorded = step.played !== null && step.played > step.episodes ? ` of ${whole(step.played)} recorded` : "";
-    const title =
-      typeof step.step === "number" ? `Step ${step.step}` : step.step === "-" ? "Episodes" : `Groups: ${step.step}`;
+    const isEvaluation = evaluatedStep(step.step) !== null;
+    const isNamed = typeof step.step !== "number" && step.step !== "-" && !isEvaluation;
+    const title = isNamed ? `Groups: ${step.step}` : capital(placeName(step.step));
     fill(
       this.head,
-      arrow(to(previous), "\u2039", "Previous step (p)"),
+      arrow(to(previous), "\u2039", isEvaluation ? "Previous evaluation (p)" : "Previous step (p)"),
       h("h1", {}, title),
-      arrow(to(next), "\u203a", "Next step (n)"),
+      arrow(to(next), "\u203a", isEvaluation ? "Next evaluation (n)" : "Next step (n)"),
       h(
         "span",
         { class: "facts" },
         fact("reward", figure(step.reward)),
         fact("groups", whole(step.groups)),
-        fact("without spread", whole(step.flat)),
+        isEvaluation ? null : fact("without spread", whole(step.flat)),
         fact("episodes", whole(step.episodes) + recorded),
         fact("failed", whole(step.failed), step.failed ? "bad-text" : ""),
         fact("tokens", figure(step.tokens)),
+        this.evaluation ? evaluationFacts(this.evaluation) : null,
       ),
       h("span", { class: "spacer" }),
       compareForm(this.page, this.run, this.step, previous),

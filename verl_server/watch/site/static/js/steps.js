@@ -3,7 +3,7 @@
  */
 
 import { emptyState, fill, foreign, h, loadingState } from "./dom.js";
-import { counted, figure, percent, toNumber, whole } from "./format.js";
+import { counted, evaluatedStep, figure, percent, toNumber, whole } from "./format.js";
 import { columnTitles, viewFrame } from "./heads.js";
 import { WindowedList } from "./list.js";
 import { address, link } from "./places.js";
@@ -60,9 +60,10 @@ class Steps {
 
   /** @param {any[]} rows */
   #show(rows) {
-    const numbered = rows.filter((row) => typeof row.step === "number").reverse();
-    const named = rows.filter((row) => typeof row.step !== "number");
-    this.rows = [...named, ...numbered];
+    const numbered = rows.filter((row) => typeof row.step === "number");
+    const named = rows.filter((row) => typeof row.step !== "number" && evaluatedStep(row.step) === null);
+    const evaluations = rows.filter((row) => evaluatedStep(row.step) !== null);
+    this.rows = [...named, ...[...numbered, ...evaluations].sort((a, b) => stepPlace(b) - stepPlace(a))];
     const rewards = numbered
       .map((row) => toNumber(row.reward))
       .filter((reward) => reward !== null && Number.isFinite(reward));
@@ -113,18 +114,19 @@ class Steps {
       { class: "bar", "aria-hidden": "true" },
       h("i", { style: { width: `${Math.round(100 * share)}%` } }),
     );
+    const isTrained = evaluatedStep(row.step) === null;
     const recorded = row.played !== null && row.played > row.episodes ? ` of ${whole(row.played)}` : "";
     return h(
       "a",
       { class: "step-line", href: link("step", [this.run, row.step]) },
-      h("span", { class: "number" }, row.step === "-" ? "all" : String(row.step)),
+      h("span", { class: "number" }, stepTitle(row)),
       h("span", { class: "number reward" }, figure(row.reward)),
       bar,
       h("span", { class: "number" }, whole(row.groups)),
       h(
         "span",
         { class: `number${row.groups && row.flat / row.groups > 0.5 ? " warn-text" : ""}` },
-        row.groups ? `${whole(row.flat)} (${percent(row.flat / row.groups)})` : "\u2013",
+        row.groups && isTrained ? `${whole(row.flat)} (${percent(row.flat / row.groups)})` : "\u2013",
       ),
       h("span", { class: "number" }, whole(row.episodes) + recorded),
       h("span", { class: `number${row.failed ? " bad-text" : " muted"}` }, whole(row.failed)),
@@ -153,4 +155,17 @@ class Steps {
     } else return false;
     return true;
   }
+}
+
+/** @param {any} row */
+function stepTitle({ step }) {
+  const evaluated = evaluatedStep(step);
+  if (evaluated !== null) return `held-out ${evaluated}`;
+  return step === "-" ? "all" : String(step);
+}
+
+/** The place of a step over time. An evaluation at a step lies before it. @param {any} row */
+function stepPlace({ step }) {
+  const evaluated = evaluatedStep(step);
+  return evaluated === null ? step : evaluated - 0.5;
 }

@@ -7,7 +7,7 @@
 
 import { kindColour } from "./colours.js";
 import { canvasContext, emptyState, errorState, fill, foreign, h, isDark, loadingState, styleValue } from "./dom.js";
-import { duration, moment, percent, whole, words } from "./format.js";
+import { duration, evaluationPlace, moment, percent, whole, words } from "./format.js";
 import { GUTTER, KIND_NAMES, drawLanes, hitText, laneAt, layoutLanes, xToTime } from "./lanes.js";
 import { address, link } from "./places.js";
 import { panned, zoomed } from "./timeaxis.js";
@@ -168,11 +168,9 @@ class Waits {
 
   #drawLegend() {
     const dark = isDark();
-    const phases = [
-      ...new Set(
-        this.lanes.filter((lane) => lane.kind === "trainer").flatMap((lane) => lane.spans.map((span) => span.kind)),
-      ),
-    ];
+    const kindsOf = (/** @type {string} */ kind) =>
+      this.lanes.filter((lane) => lane.kind === kind).flatMap((lane) => lane.spans.map((span) => span.kind));
+    const phases = [...new Set([...kindsOf("trainer"), ...kindsOf("evaluation")])];
     const kinds = this.answer?.episodes.length ? ["generate", "env", "queue"] : [];
     const entry = (/** @type {string} */ colour, /** @type {string} */ text) =>
       h("span", { class: "legend-entry" }, h("i", { style: { background: colour } }), text);
@@ -181,7 +179,7 @@ class Waits {
       kinds.map((kind) => entry(kindColour(kind, dark), KIND_NAMES[kind])),
       kinds.length ? entry(kindColour("idle", dark), KIND_NAMES.other) : null,
       phases.length ? h("span", { class: "legend-title" }, "trainer:") : null,
-      phases.map((phase) => entry(kindColour(phase, dark), words(phase))),
+      phases.map((phase) => entry(kindColour(phase, dark), KIND_NAMES[phase] ?? words(phase))),
       h("span", { class: "spacer" }),
       h("span", { class: "muted" }, "drag to zoom \u00b7 Shift + wheel pans \u00b7 double click for everything"),
     );
@@ -250,7 +248,7 @@ class Waits {
     this.#mark(hit?.lane ?? null);
     const lines = hit && event.offsetX >= GUTTER ? hitText(hit, this.answer, time) : hit ? [hit.lane.name] : [];
     this.#showTip(lines.filter(Boolean), event);
-    this.canvas.style.cursor = hit?.lane.episode ? "pointer" : "crosshair";
+    this.canvas.style.cursor = hit?.lane.episode || hit?.span?.evaluation !== undefined ? "pointer" : "crosshair";
   }
 
   /** @param {string[]} lines @param {PointerEvent} event */
@@ -280,9 +278,11 @@ class Waits {
     if (right - left >= 5) return this.#zoom([xToTime(left, this.window, width), xToTime(right, this.window, width)]);
     const hit = laneAt(this.lanes, xToTime(event.offsetX, this.window, width), event.offsetY, 0);
     if (hit?.lane.episode) this.page.go(link("episode", [this.run, hit.lane.episode.row]));
-    else if (hit?.lane.kind === "trainer" && hit.span) {
-      const step = /^step (\d+):/.exec(hit.span.text);
-      if (step) this.clickTimer = setTimeout(() => this.page.go(link("step", [this.run, step[1]])), 240);
+    else if (hit?.span) {
+      const { step, evaluation } = hit.span;
+      const place = evaluation === undefined ? step : evaluationPlace(evaluation);
+      if (place !== undefined)
+        this.clickTimer = setTimeout(() => this.page.go(link("step", [this.run, place])), 240);
     }
   }
 

@@ -1,0 +1,100 @@
+"""Evaluations on held-out tasks: their charts beside the reward, their table, and their episodes."""
+
+from __future__ import annotations
+
+from playwright.sync_api import expect
+
+from tests.browser.conftest import OpenVisit
+from tests.browser.recorded_runs import EVALUATED, HELD_OUT_TASKS, STEPS
+from tests.browser.test_overview import box_of, plot
+from tests.browser.watching import Visit, Watch
+
+OTHERS = ("agents", "asynchronous", "hasty", "resumed")
+
+
+def open_steady(visit: Visit) -> None:
+    visit.open(f"/?off={','.join(visit.watch.run(name) for name in OTHERS)}")
+
+
+def test_held_out_figures_are_charts_of_all_runs(visit: Visit) -> None:
+    visit.open()
+    titles = visit.page.locator(".chart:visible h3")
+    expect(titles.nth(2)).to_have_text("Held-out success")
+    assert titles.all_inner_texts()[:3] == ["Reward", "Held-out reward", "Held-out success"]
+    values = visit.page.locator('[data-chart="held-out"] .chart-value')
+    for name in ("steady", "hasty"):
+        evaluations = visit.watch.get(f"/runs/{visit.watch.run(name)}/evaluations")["evaluations"]
+        complete = [each["reward"] for each in evaluations if each["incomplete"] is None]
+        best = next(each["reward"] for each in evaluations if each["best"])
+        for line, reward in (("reward", complete[-1]), ("best", best)):
+            expect(values.and_(visit.page.locator(f'[title="{name}: {line}"]')).locator("b")).to_have_text(
+                f"{reward:.3g}"
+            )
+
+
+def test_a_point_tells_its_checkpoint_and_opens_its_episodes(visit: Visit) -> None:
+    open_steady(visit)
+    over = plot(visit, "held-out")
+    box = box_of(over)
+    here = visit.page.locator('[data-chart="held-out"] .chart-at')
+    for step, told in ((10, "step 10 \u00b7 checkpoint removed"), (30, "step 30 \u00b7 checkpoint kept")):
+        over.hover(position={"x": box["width"] * step / STEPS, "y": box["height"] / 2})
+        expect(here).to_have_text(told)
+    over.click(position={"x": box["width"] * 30 / STEPS, "y": box["height"] / 2})
+    expect(visit.page.get_by_role("heading", name="Held-out at step 30", exact=True)).to_be_visible()
+    assert visit.place() == f"#/step/{visit.watch.run('steady')}/held-out-30"
+    facts = visit.page.locator(".facts").first
+    for text in ("success 75", "push held 12 s", "checkpoint kept", f"episodes {HELD_OUT_TASKS}"):
+        expect(facts).to_contain_text(text.split()[-1])
+    visit.rows("Groups").first.get_by_role("button").click()
+    visit.page.locator(".episode-line").first.click()
+    expect(visit.page.locator(".part-text").first).to_be_visible()
+    visit.page.get_by_role("link", name="Held-out at step 30").click()
+    visit.page.keyboard.press("n")
+    expect(visit.page.get_by_role("heading", name=f"Held-out at step {STEPS}", exact=True)).to_be_visible()
+
+
+def test_an_incomplete_evaluation_is_told_apart(visit: Visit) -> None:
+    visit.open(f"/?off={visit.watch.run('steady')}")
+    over = plot(visit, "held-out")
+    box = box_of(over)
+    over.hover(position={"x": box["width"] * 20 / 25, "y": box["height"] / 2})
+    value = visit.page.locator('[data-chart="held-out"] .chart-value')
+    expect(value).to_have_count(1)
+    expect(value).to_contain_text("incomplete")
+
+
+def test_the_table_has_each_evaluation(visit: Visit) -> None:
+    open_steady(visit)
+    summary = visit.page.locator(".evaluations summary")
+    expect(summary).to_contain_text("steady: best 0.813 at step 40, checkpoint kept")
+    summary.click()
+    rows = visit.page.locator(".evaluations tbody tr")
+    expect(rows).to_have_count(len(EVALUATED) + 3)
+    expect(rows.filter(has_text="incomplete: timeout")).to_contain_text(f"8 of {HELD_OUT_TASKS}")
+    best = rows.filter(has_text="steady").first
+    expect(best).to_contain_text("best")
+    best.get_by_role("link").click()
+    expect(visit.page.get_by_role("heading", name=f"Held-out at step {STEPS}", exact=True)).to_be_visible()
+
+
+def test_evaluations_lie_between_the_steps_and_are_compared_with_each_other(visit: Visit) -> None:
+    run = visit.watch.run("steady")
+    visit.open(f"/steps/{run}")
+    expect(visit.rows("Steps").nth(0)).to_contain_text(f"held-out {STEPS}")
+    expect(visit.rows("Steps").nth(1).locator(".number").first).to_have_text(str(STEPS - 1))
+    visit.rows("Steps").first.locator("a").click()
+    expect(visit.page.locator(".compare-form")).to_contain_text("the evaluation at step")
+    visit.page.get_by_label("Step to compare with").fill("0")
+    visit.page.get_by_role("button", name="Compare").click()
+    expect(visit.page.locator(".view-head")).to_contain_text(f"{HELD_OUT_TASKS} tasks in common")
+    assert visit.place() == f"#/compare/{run}?a=held-out-0&b=held-out-{STEPS}"
+
+
+def test_a_narrow_page_has_room_for_the_table(visit_of: OpenVisit, watch: Watch) -> None:
+    visit = visit_of(watch, viewport={"width": 1000, "height": 900})
+    visit.open()
+    visit.page.locator(".evaluations summary").click()
+    wide = "() => [...document.querySelectorAll('.evaluations, main')].some((e) => e.scrollWidth > e.clientWidth + 1)"
+    expect(visit.page.locator(".evaluations tbody tr").first).to_be_visible()
+    assert not visit.page.evaluate(wide)
