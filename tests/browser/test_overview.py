@@ -52,7 +52,7 @@ def test_one_cursor_is_on_all_charts_and_a_click_opens_the_step(visit: Visit) ->
     expect(visit.page.locator('[data-chart="reward"] .chart-value')).to_have_count(1)
     over = plot(visit, "reward")
     box = box_of(over)
-    middle = {"x": box["width"] * 20.1 / (STEPS - 1), "y": box["height"] / 2}
+    middle = {"x": box["width"] * 20.1 / STEPS, "y": box["height"] / 2}
     over.hover(position=middle)
     here = visit.page.locator('[data-chart="reward"] .chart-at')
     expect(here).to_have_text("step 20")

@@ -38,10 +38,19 @@ def test_overview(picture: Visit) -> None:
     keep(picture, "overview")
 
 
+def test_evaluations(picture: Visit) -> None:
+    picture.page.set_viewport_size({"width": 1200, "height": 560})
+    picture.open("/")
+    picture.page.locator(".evaluations summary").click()
+    expect(picture.page.locator('[data-chart="held-out"] canvas')).to_be_visible()
+    picture.page.locator(".evaluations").evaluate("(table) => table.scrollIntoView()")
+    keep(picture, "evaluations")
+
+
 def test_waits(picture: Visit) -> None:
     picture.page.set_viewport_size({"width": 1200, "height": 620})
     run = picture.watch.run("steady")
-    picture.open(f"/waits/{run}?from=1790000100.0&to=1790000160.0")
+    picture.open(f"/waits/{run}?from=1790000192.0&to=1790000252.0")
     expect(picture.page.locator("canvas.lanes")).to_be_visible()
     keep(picture, "waits")
 

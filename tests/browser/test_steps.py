@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from tests.browser.recorded_runs import ENV_ERROR, GROUPS, MEMBERS, STEPS
+from tests.browser.recorded_runs import ENV_ERROR, EVALUATED, GROUPS, HELD_OUT_TASKS, MEMBERS, STEPS
 from tests.browser.watching import Visit
 
 
 def test_steps_are_listed_with_what_they_learned_from(visit: Visit) -> None:
     run = visit.watch.run("steady")
     visit.open(f"/steps/{run}")
-    first = visit.rows("Steps").first
+    first = visit.rows("Steps").nth(1)  # behind the last evaluation
     expect(first.locator(".number").first).to_have_text(str(STEPS - 1))
-    step = visit.watch.get(f"/runs/{run}/steps")["steps"][-1]
+    step = visit.watch.get(f"/runs/{run}/steps")["steps"][STEPS - 1]
     expect(first.locator(".reward")).to_have_text(f"{step['reward']:.3g}")
     visit.page.get_by_role("group", name="Steps").evaluate("(list) => { list.scrollTop = list.scrollHeight; }")
-    last = visit.rows("Steps").last
+    expect(visit.rows("Steps").last.locator(".number").first).to_have_text("held-out 0")
+    last = visit.rows("Steps").nth(-2)
     expect(last.locator(".number").first).to_have_text("0")
     last.get_by_role("link").click()
     expect(visit.page.get_by_role("heading", name="Step 0", exact=True)).to_be_visible()
@@ -84,7 +85,8 @@ def test_failed_episodes_of_a_whole_run_are_found(visit: Visit) -> None:
 def test_the_number_of_all_episodes_is_told(visit: Visit) -> None:
     run = visit.watch.run("steady")
     total = visit.watch.get(f"/runs/{run}/episodes")["total"]
-    assert total == STEPS * GROUPS * MEMBERS + 8, "with those that were replaced"
+    held_out = len(EVALUATED) * HELD_OUT_TASKS
+    assert total == STEPS * GROUPS * MEMBERS + 8 + held_out, "with those that were replaced"
     every = f"{total:,}".replace(",", "\u2009")
     visit.open(f"/find/{run}")
     status = visit.page.locator(".search-status")
@@ -193,9 +195,9 @@ def test_everything_is_within_reach_of_the_keys(visit: Visit) -> None:
     page.keyboard.press("g")
     page.keyboard.press("s")
     expect(visit.rows("Steps").first).to_be_visible()
-    page.keyboard.press("j")
-    page.keyboard.press("j")
-    expect(visit.rows("Steps").nth(1)).to_have_attribute("aria-current", "true")
+    for _ in range(3):
+        page.keyboard.press("j")
+    expect(visit.rows("Steps").nth(2)).to_have_attribute("aria-current", "true")
     page.keyboard.press("k")
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name=f"Step {STEPS - 1}", exact=True)).to_be_visible()

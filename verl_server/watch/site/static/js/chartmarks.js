@@ -26,14 +26,14 @@ export function pointSeries(style, colour) {
 }
 
 /**
- * Return true if the head of a chart tells the value of a line. It leaves out points without a value under the cursor,
- * and hollow points without a cursor.
+ * Return true if the head of a chart tells the value of a line. It leaves out points without a value under the cursor;
+ * without a cursor, hollow points and rings.
  * @param {import("./charts.js").Line} line
  * @param {number | null} index Place of the cursor.
  */
 export function isTold({ style, values }, index) {
   if (!style) return true;
-  return index === null ? style !== "hollow" : values[index] !== null;
+  return index === null ? style === "points" : values[index] !== null;
 }
 
 /**

@@ -246,7 +246,7 @@ function drawAxis(context, answer, window, width, height, style) {
 /** @param {CanvasRenderingContext2D} context @param {Lane} lane @param {(time: number) => number} x @param {boolean} dark */
 function drawSpans(context, lane, x, dark) {
   if (lane.episode) {
-    const [from, to] = [x(lane.episode.begin), x(lane.episode.end)];
+    const [from, to] = [Math.max(GUTTER, x(lane.episode.begin)), x(lane.episode.end)];
     context.fillStyle = kindColour("idle", dark);
     context.fillRect(from, lane.top, Math.max(1, to - from), lane.height);
   }
