@@ -122,6 +122,20 @@ def test_steps_that_ran_again_are_left_out(tmp_path: Path, writer: Writer) -> No
         assert [each.began for each in reader.times(3)] == [2002.0]
 
 
+def test_a_phase_that_few_steps_have_is_in_its_place(tmp_path: Path, writer: Writer) -> None:
+    steps = [{"rollout": 1.0, "train": 2.0, "sync": 3.0}, {"rollout": 1.0, "train": 2.0, "held": 4.0, "sync": 3.0}]
+    for step, phases in enumerate([*steps, {"before": 1.0, **steps[0]}]):
+        writer.note(StepBegan(step=step))
+        writer.note(StepEnded(step=step, phases=phases))
+    tail = followed(tmp_path)
+    assert [list(tail.phases(step)) for step in range(3)] == [
+        ["rollout", "train", "sync"],
+        ["rollout", "train", "held", "sync"],
+        ["before", "rollout", "train", "sync"],
+    ]
+    assert tail.names() == [f"phases.{name}" for name in ("before", "rollout", "train", "held", "sync")]
+
+
 def test_evaluations_are_followed_with_their_begins(tmp_path: Path) -> None:
     writer, tail = Writer(tmp_path, segment_bytes=300), RunTail(tmp_path)
     writer.begin()

@@ -32,6 +32,8 @@ from verl_server.watch.run_records import (
 
 _PIECE = 4 * 2**20
 """Bytes that are read at once."""
+_MOST_PHASES = 100
+"""Names of phases beyond these are left out."""
 _LOOK_BACK = 16
 """Steps among which the begin of a step that ended is sought."""
 
@@ -70,6 +72,8 @@ class EventTail:
         self._began, self._ended = array("d"), array("d")
         """Times of each row of `_rows`. An end that is not known is -1."""
         self._phases = NumberColumns()
+        self._phase_order: list[str] = []
+        """The phases of all steps in their order in a step, also of those that few steps have."""
 
     @property
     def end(self) -> RunEnded | None:
@@ -99,7 +103,8 @@ class EventTail:
         return [self._times(row) for row in self._rows.between(self.lineage, first, last, lost=lost)]
 
     def phase_names(self) -> list[str]:
-        return self._phases.names()
+        known = self._phases.names()
+        return [name for name in self._phase_order if name in known]
 
     def phase(self, name: str, steps: Iterable[int]) -> list[float | None]:
         """Return the seconds of a phase in some steps, None where they are unknown. Lost steps are not considered."""
@@ -170,14 +175,22 @@ class EventTail:
             row = self._begin(event, event.time - sum(event.phases.values()), where)
         self._ended[row] = event.time
         self._phases.append(row, event.phases)
+        before = 0
+        for name in event.phases:
+            if name not in self._phase_order:
+                if len(self._phase_order) == _MOST_PHASES:
+                    break
+                self._phase_order.insert(before, name)
+            before = self._phase_order.index(name) + 1
 
     def _times(self, row: int) -> StepTimes:
         step, incarnation, ended = self._rows.step(row), self._rows.incarnation(row) or "", self._ended[row]
+        phases = self._phases.row(row)
         return StepTimes(
             step=step,
             incarnation=incarnation,
             began=self._began[row],
             ended=None if ended < 0 else ended,
-            phases=self._phases.row(row),
+            phases={name: phases[name] for name in self._phase_order if name in phases},
             is_lost=not self.lineage.has(step, incarnation),
         )
