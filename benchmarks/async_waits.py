@@ -46,7 +46,8 @@ from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.trajectory import Event, Task, Trajectory
 from verl_server.train.ages import describe_ages
 from verl_server.train.async_grpo import AsyncGRPO
-from verl_server.train.demo import CONFIG, HELD_OUT, make_policy_folder, success_rate
+from verl_server.train.demo import CONFIG, HELD_OUT, make_policy_folder
+from verl_server.train.demo_evaluation import success_rate
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.metrics import StepMetrics
 from verl_server.train.options import GRPOConfig, TrainArgs

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from tests import fork_server
-from tests.train.conftest import make_trajectory
+from tests.train.trackers.fake_packages import FakePackages
 from verl_server.errors import BadRequestError
-from verl_server.rollout.trajectory import StopReason, Task, Trajectory, read_jsonl
-from verl_server.train.demo import DemoArgs, success_rate
+from verl_server.rollout.trajectory import read_jsonl
+from verl_server.train.demo import DemoArgs
+from verl_server.train.demo_evaluation import success_rate
 
 _DEMO = ("verl_server", "demo", "--latency", "0.002", "--episodes", "24")
 
@@ -71,6 +72,26 @@ def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
     page = (out / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"""<[^>]*\s(src|href)=["'](?!data:|#)""", page.partition("<script")[0])
     assert "From random weights to a policy that listens" in page and '"/api/runs"' in page
+
+
+@pytest.mark.timeout(300)
+def test_trackers_get_the_steps_and_both_evaluations_of_a_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "packages").mkdir()
+    packages = FakePackages(tmp_path / "packages", monkeypatch)
+    out = tmp_path / "first-try"
+    options = ("--out", str(out), "--steps", "2", "--pace-episodes", "16", "--logger", "trackio")
+    demo = subprocess.Popen([sys.executable, "-m", *_DEMO, *options], stdout=subprocess.DEVNULL)
+    assert demo.wait(240) == 1, capfd.readouterr().err[-4000:]
+    (opened,) = packages.calls("trackio", "init")
+    assert opened["name"] == "first-try" and opened["config"]["command"] == "demo" and opened["config"]["steps"] == 2
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert packages.logged("trackio") == [(line["step"], line["reward"]) for line in lines]
+    summary = json.loads((out / "summary.json").read_text())
+    evaluated = [(0, summary["eval_success_before"]), (2, summary["eval_success_after"])]
+    assert packages.logged("trackio", "evaluation/success") == evaluated
+    assert len(packages.calls("trackio", "finish")) == 1
 
 
 @pytest.mark.timeout(300)
@@ -130,12 +151,6 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_the_success_rate_is_of_episodes_that_the_policy_played() -> None:
-    unsampled = Trajectory(task=Task(seed=0), reward=1.0, stop_reason=StopReason.DONE)
-    assert success_rate([unsampled, make_trajectory(0, 0.0), make_trajectory(0, None)]) == 0.0
-    assert success_rate([make_trajectory(0, 1.0), make_trajectory(0, 0.0), unsampled]) == 0.5
 
 
 def test_settings_that_make_no_game_are_refused() -> None:

@@ -42,10 +42,11 @@ from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
-from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, is_unsampled
+from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl
 from verl_server.train.ages import describe_history
 from verl_server.train.async_grpo import AsyncGRPO
 from verl_server.train.demo_display import DemoDisplay
+from verl_server.train.demo_evaluation import evaluation_figures, success_rate
 from verl_server.train.demo_record import DemoTrajectories
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.metrics import StepMetrics
@@ -57,6 +58,9 @@ from verl_server.train.rollouts.rollout_process import RolloutProcess
 from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.servers import RolloutServers
 from verl_server.train.skipped_steps import SkippedSteps
+from verl_server.train.trackers.kinds import Logger, check_loggers
+from verl_server.train.trackers.tracked_run import TrackedRun
+from verl_server.train.trackers.trackers import open_trackers
 from verl_server.watch.advisories import Advisor
 from verl_server.watch.pace import PaceComparison, compare_pace
 from verl_server.watch.report import Report, write_report
@@ -120,8 +124,12 @@ class DemoArgs:
     plays its episodes first, and then trains on them. The report shows how old the episodes were."""
     max_staleness: int = 1
     """With --async: largest age of a group of episodes when it is trained, in weight pushes since it started."""
+    logger: tuple[Logger, ...] = ()
+    """Trackers that get the figures of each step and of both evaluations, beside metrics.jsonl. Each needs the extra of
+    its name, such as verl-server[tensorboard]. docs/trackers.md has the names of the figures."""
 
     def __post_init__(self) -> None:
+        check_loggers(self.logger)
         if not 1 < self.guesses < self.numbers <= len(_VOCABULARY) - len(_WORDS):
             most = len(_VOCABULARY) - len(_WORDS)
             raise BadRequestError(f"The demo needs 1 < --guesses < --numbers <= {most}.")
@@ -168,17 +176,21 @@ class Demo:
             parts = self._start(stack, folder)
             for name in (*_RESULTS, "trajectories.jsonl.index.sqlite"):
                 (out / name).unlink(missing_ok=True)
+            trackers = stack.enter_context(open_trackers(self.args.logger, self._tracked()))
             before = self._evaluate(parts.loop, "before training")
+            trackers.log_evaluation(evaluation_figures(before, step=0))
             recorded = DemoTrajectories(out)
             stack.callback(recorded.close)
             recorded.add(before, "before")
             with self._algorithm(parts) as run:  # ends the rollout process, which would slow what is measured below
                 for metrics, trajectories in self._train(run, parts.advisor):
                     append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
+                    trackers.log_step(metrics)
                     recorded.add(trajectories[:4], "training", metrics.step)
                     interrupt.check()
             after = self._evaluate(parts.loop, "after training")
             recorded.add(after, "after")
+            trackers.log_evaluation(evaluation_figures(after, step=len(self.history)))
             self.display.phase("lock step against own pace")
             pace = compare_pace(parts.loop, self._tasks("pace", self.args.pace_episodes))
         summary = self._summary(before, after, pace)
@@ -315,6 +327,11 @@ class Demo:
             "asynchronous": describe_history(self.history, args.max_staleness) if args.asynchronous else None,
         }
 
+    def _tracked(self) -> TrackedRun:
+        """Return the description of the run for trackers."""
+        settings = settings_of("demo", self.args, without=("out",))
+        return TrackedRun(str(self.args.out), settings, next_step=0, is_resumed=False)
+
     def _setup(self) -> dict[str, str]:
         """Return the description of the run for the report."""
         args = self.args
@@ -361,15 +378,6 @@ def make_policy_folder(folder: Path, seed: int, head_dim: int = 16) -> Path:
         tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
     return make_model_folder(folder, "llama", seed=seed, tokenizer=tokenizer, head_dim=head_dim, **_SHAPE)
-
-
-def success_rate(trajectories: Sequence[Trajectory]) -> float:
-    """Return the share of the episodes in which the policy found the number.
-
-    Episodes without a reward or without a sampled token are left out.
-    """
-    scored = [t for t in trajectories if t.reward is not None and not is_unsampled([t])]
-    return sum((t.reward or 0.0) > 0 for t in scored) / max(1, len(scored))
 
 
 def _claimed_folder(args: DemoArgs) -> Claim:

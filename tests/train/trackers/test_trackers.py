@@ -17,7 +17,7 @@ from verl_server.errors import BadRequestError
 from verl_server.train.trackers import process, trackers
 from verl_server.train.trackers.kinds import check_loggers
 from verl_server.train.trackers.tracked_run import EarlierRuns, Figures, RunIsOver, TrackedRun
-from verl_server.train.trackers.trackers import Trackers
+from verl_server.train.trackers.trackers import Trackers, open_trackers
 
 BOTH = ("wandb", "trackio")
 
@@ -64,6 +64,16 @@ def test_each_tracker_gets_settings_steps_evaluations_and_the_end(packages: Fake
         assert packages.logged(package, "evaluation/reward") == [(1, 0.75)]
         assert len(packages.calls(package, "finish")) == 1
     assert packages.calls("wandb", "finish")[0]["exit_code"] == 255, "a signal stopped the run"
+
+
+def test_trackers_that_are_opened_for_a_context_learn_how_it_ended(packages: FakePackages, folder: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), open_trackers(("wandb",), start_of(folder)) as opened:
+        opened.log_step(step_metrics(0, 0.25))
+        raise KeyboardInterrupt
+    with open_trackers(("wandb",), start_of(folder)):
+        pass
+    assert packages.logged("wandb") == [(0, 0.25)]
+    assert [call["exit_code"] for call in packages.calls("wandb", "finish")] == [255, 0]
 
 
 def test_a_resumed_run_goes_on_in_the_same_runs_and_doubles_no_step(packages: FakePackages, folder: Path) -> None:

@@ -2,16 +2,18 @@
 
 `run` opens it when the first step is known, calls `log_step` for each recorded step, `log_evaluation` for each
 evaluation, and `close` when the run has ended. None of these calls waits for a tracker or raises, except that `close`
-waits for what is left, within a bound. A thread sends the figures to the process of the trackers (`process`).
+waits for what is left, within a bound. `demo` uses `open_trackers` instead. A thread sends the figures to the process
+of the trackers (`process`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +22,7 @@ import msgspec
 
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.train.metrics import StepMetrics
+from verl_server.train.run_end import exit_status
 from verl_server.train.trackers.names import figures_of_evaluation, figures_of_step
 from verl_server.train.trackers.process import QUEUED, TrackersArgument
 from verl_server.train.trackers.tracked_run import Figures, RunIsOver, TrackedRun
@@ -107,6 +110,19 @@ class Trackers:
             took_figures, self._takes_figures = self._takes_figures, False
         if took_figures:
             _log_end(reason)
+
+
+@contextlib.contextmanager
+def open_trackers(names: Sequence[str], run: TrackedRun) -> Iterator[Trackers]:
+    """Yield the trackers, and close them with the exit status of what ended the context."""
+    trackers, status = Trackers(names, run), 0
+    try:
+        yield trackers
+    except BaseException as error:
+        status = exit_status(error)
+        raise
+    finally:
+        trackers.close(status)
 
 
 def _log_end(reason: str) -> None:
