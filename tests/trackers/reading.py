@@ -114,3 +114,9 @@ def trackio(out: Path) -> Written:
 
 
 READERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "trackio": trackio}
+
+
+def in_fp32(value: float) -> float:
+    """Return a figure as TensorBoard stores it."""
+    stored: float = struct.unpack("f", struct.pack("f", value))[0]
+    return stored

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
-from reading import READERS, Written
+from reading import READERS, Series, Written, in_fp32
 
-from tests.train.trackers.steps import evaluation, step_metrics
+from tests.train.trackers.steps import evaluation, full_step, step_metrics
 from verl_server.train.trackers.kinds import REMEDIES, check_loggers
-from verl_server.train.trackers.names import EVALUATION_FIGURES, figures_of_step
+from verl_server.train.trackers.names import CRITIC_LOSSES, EVALUATION_FIGURES, STEP_FIGURES, figures_of_step
 from verl_server.train.trackers.tracked_run import TrackedRun
 from verl_server.train.trackers.trackers import Trackers
 
@@ -58,6 +59,33 @@ def test_figures_are_read_back_as_they_were_logged(name: str, written: dict[str,
     assert [step for step, _ in series["policy/loss"]] == list(range(5))
     assert all(math.isnan(loss) for _, loss in series["policy/loss"])
     assert series["evaluation/success"] == [(2, 0.25), (4, 0.25), (5, 0.25)]
+
+
+def test_each_field_of_a_step_is_read_back(tmp_path: Path) -> None:
+    """Also those that are None in some steps, with a gap in their place, and values that are infinite."""
+    out = tmp_path / "fields"
+    out.mkdir()
+    rare = step_metrics(1, reward=None, losses={"loss": math.inf, "new": -math.inf})
+    steps = [full_step(0), rare, full_step(2)]
+    trackers = open_trackers(out)
+    for step in steps:
+        trackers.log_step(step)
+    trackers.close(0)
+    expected: dict[str, Series] = {}
+    for step in steps:
+        for name, figure in figures_of_step(step).items():
+            expected.setdefault(name, []).append((step.step, figure))
+    assert {*STEP_FIGURES, *CRITIC_LOSSES, "idle/two", "policy/new"} <= expected.keys()
+    assert [at for at, _ in expected["age/mean"]] == [0, 2]
+    for name, read in READERS.items():
+        assert comparable(name, read(out).series) == comparable(name, expected), name
+
+
+def comparable(tracker: str, series: dict[str, Series]) -> dict[str, Series]:
+    """Return the series as a tracker stores it: TensorBoard in fp32, MLflow with the largest number for infinity."""
+    most = sys.float_info.max
+    stored = {"tensorboard": in_fp32, "mlflow": lambda value: max(-most, min(most, value))}.get(tracker, float)
+    return {name: [(step, stored(value)) for step, value in line] for name, line in series.items()}
 
 
 def test_steps_that_run_again_replace_those_of_tensorboard(written: dict[str, Written]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from verl_server.train.metrics import StepMetrics
+from verl_server.train.trackers.names import CRITIC_LOSSES, STEP_FIGURES, STEP_GROUPS
 
 
 def step_metrics(step: int, reward: float | None = 0.5, **changes: Any) -> StepMetrics:
@@ -31,6 +33,18 @@ def step_metrics(step: int, reward: float | None = 0.5, **changes: Any) -> StepM
         "losses": {"loss": float("nan"), "behaviour_kl": 0.125 * step},
     }
     return StepMetrics(**(values | changes))
+
+
+def full_step(step: int) -> StepMetrics:
+    """Return a step in which each field has a value, also the optional ones, and no two figures are equal."""
+    metrics = step_metrics(step)
+    values = (number + step / 8 for number in itertools.count(1))
+    for field in STEP_FIGURES.values():
+        setattr(metrics, field, next(values))
+    for field in STEP_GROUPS.values():
+        setattr(metrics, field, {"one": next(values), "two": next(values)})
+    metrics.losses |= {key: next(values) for key in CRITIC_LOSSES.values()}
+    return metrics
 
 
 def evaluation(step: int, reward: float = 0.5, **changes: Any) -> dict[str, Any]:

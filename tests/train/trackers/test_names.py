@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.train.trackers.steps import evaluation, step_metrics
 from verl_server.train.metrics import StepMetrics
 from verl_server.train.trackers.names import (
+    CRITIC_LOSSES,
     EVALUATION_FIGURES,
     STEP_FIGURES,
     STEP_GROUPS,
@@ -29,7 +30,7 @@ def test_each_field_of_a_step_has_one_name_or_a_reason_for_none() -> None:
 def test_the_page_lists_the_names_with_their_fields() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     groups = {f"{prefix}KEY": field for prefix, field in STEP_GROUPS.items()}
-    code = [*STEP_FIGURES.items(), *groups.items(), *EVALUATION_FIGURES.items()]
+    code = [*STEP_FIGURES.items(), *CRITIC_LOSSES.items(), *groups.items(), *EVALUATION_FIGURES.items()]
     assert sorted(rows) == sorted(code)
 
 
@@ -41,6 +42,14 @@ def test_figures_of_a_step() -> None:
     assert figures["episodes/ended/env_error"] == 1 and figures["time/wait/episodes"] == 0.5
     assert figures["idle/trainer"] == 0.25
     assert not {"age/mean", "policy/loss_scale"} & figures.keys()
+
+
+def test_losses_of_the_critic_are_not_among_those_of_the_policy() -> None:
+    losses = {"loss": 0.5, "grad_norm": 1.0} | {key: 0.25 for key in CRITIC_LOSSES.values()}
+    figures = figures_of_step(step_metrics(0, losses=losses, stop_reasons={"value": 1}))
+    named = {name for name in figures if name.startswith(("policy/", "critic/"))}
+    assert named == {"policy/loss", "policy/grad_norm", "policy/skipped_optimizer_steps", *CRITIC_LOSSES}
+    assert figures["episodes/ended/value"] == 1, "a key of another mapping is none of the critic"
 
 
 def test_a_step_has_the_same_names_whichever_trainer_made_it() -> None:

@@ -66,6 +66,14 @@ STEP_GROUPS = {
     "idle/": "idle",
 }
 """Begin of names -> field of `StepMetrics`, a mapping. Each of its keys is the rest of a name."""
+CRITIC_LOSSES = {
+    "critic/loss": "value_loss",
+    "critic/grad_norm": "value_grad_norm",
+    "critic/value": "value",
+    "critic/return": "return",
+    "critic/explained_variance": "explained_variance",
+}
+"""Name -> key of `StepMetrics.losses` that is of PPO's critic, not of the policy."""
 WITHOUT_NAME = {
     "step": "it is the x axis",
     "weight_version": "it is a text",
@@ -85,6 +93,7 @@ EVALUATION_FIGURES = {
     "evaluation/push_delay": "push_delay",
 }
 """Name -> key of a line of evaluations.jsonl."""
+_NAMES_OF_CRITIC = {key: name for name, key in CRITIC_LOSSES.items()}
 _COMPARABLE = ("evaluation/reward", "evaluation/success")
 
 
@@ -92,8 +101,13 @@ def figures_of_step(metrics: StepMetrics) -> dict[str, float]:
     """Return name -> figure of a step. NaN stays."""
     figures = _numbers({name: getattr(metrics, field) for name, field in STEP_FIGURES.items()})
     for prefix, field in STEP_GROUPS.items():
-        figures |= _numbers({f"{prefix}{key}": value for key, value in getattr(metrics, field).items()})
+        figures |= _numbers({name_in_group(prefix, key): value for key, value in getattr(metrics, field).items()})
     return figures
+
+
+def name_in_group(prefix: str, key: str) -> str:
+    """Return the name of a key of the mapping whose names begin with `prefix`."""
+    return _NAMES_OF_CRITIC.get(key, f"{prefix}{key}") if prefix == "policy/" else f"{prefix}{key}"
 
 
 def figures_of_evaluation(evaluation: Mapping[str, Any]) -> dict[str, float]:
