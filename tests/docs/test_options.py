@@ -42,7 +42,7 @@ def help_of(kind: type[Any]) -> set[str]:
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
         parse_options(kind, ["--help"], "train")
     lines = re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue()).splitlines()
-    return {option for line in lines if line.startswith("│ --") for option in _OPTION.findall(line)}
+    return {option for line in lines if re.match("[│ ] --", line) for option in _OPTION.findall(line)}
 
 
 def test_options_of_the_page_exist(offered: set[str]) -> None:
