@@ -1,6 +1,6 @@
-"""The fate of each group of a training run, read from its files: exactly one in the starts that go on.
+"""The fate of each group of a training run, and its evaluations, read from its files: one in the starts that go on.
 
-`kill_points` and `async_kills` call it. A run that was killed and resumed has events of steps that were lost, which do
+`kill_case` and `async_kills` call it. A run that was killed and resumed has events of steps that were lost, which do
 not count.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
-from verl_server.watch.run_files import read_events, read_lineage, read_metrics
+from verl_server.watch.run_files import read_evaluations, read_events, read_lineage, read_metrics
 from verl_server.watch.run_records import GroupDone
 
 
@@ -45,3 +45,8 @@ def step_fates(out: Path, groups: int) -> dict[str, Any]:
         "twice": sorted(step for step, count in found.items() if count > 1),
         "lost": sorted(set(range(expected)) - set(found)),
     }
+
+
+def evaluation_counts(out: Path) -> dict[int, int]:
+    """Return step -> number of the complete evaluations of its weights, which the run still has."""
+    return dict(collections.Counter(e.step for e in read_evaluations(out) if e.incomplete is None))
