@@ -20,6 +20,7 @@ from verl_server.errors import ServerLaunchError
 from verl_server.train import async_grpo
 from verl_server.train import run as run_module
 from verl_server.train.async_grpo import AsyncGRPO
+from verl_server.train.held_out import HELD_OUT
 from verl_server.train.rollouts.rollout_process import RolloutProcessError
 
 STEP = 2
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
             raise RolloutProcessError("The episodes cannot be played.")
         if step["now"] == STEP and fault == "SIGTERM in a wait":
             return []
+        if fault == "equal" and step["now"] >= 0:  # evaluations play on, as long as a step does
+            return [number for number in playing if number < HELD_OUT][-2:]
         return playing[-2:]  # the newest first
 
     @contextlib.contextmanager
@@ -48,9 +51,16 @@ def main(arguments: Sequence[str]) -> int:
             raise ServerLaunchError("The agent is wrong.")
         rollouts = ScriptedGroups(choose)
         rollouts.served = lambda: servers.pushed[-1]
+        if fault == "equal":  # in every step, which has nothing to train on
+            rollouts.rewards = lambda group, member: 1.0
         yield rollouts
 
-    await_batch = AsyncGRPO._await_batch
+    await_batch, whole_step = AsyncGRPO._await_batch, AsyncGRPO.step
+
+    def stepped(run: AsyncGRPO, *arguments: Any) -> Any:
+        result = whole_step(run, *arguments)
+        step["now"] = -1
+        return result
 
     def noted(run: AsyncGRPO) -> Any:
         step["now"] = run.next_step
@@ -66,6 +76,7 @@ def main(arguments: Sequence[str]) -> int:
             (async_grpo, "open_rollouts", scripted),
             (async_grpo, "_LOOK_SECONDS", 0.05),
             (AsyncGRPO, "_await_batch", noted),
+            (AsyncGRPO, "step", stepped),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
         return async_grpo.main(rest)

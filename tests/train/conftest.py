@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoTokenizer
 
 from verl_server.ipc.child_process import ChildProcess
 from verl_server.rollout.environments.env_server import EnvServer
@@ -37,6 +38,19 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture(scope="package")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_policy_folder(tmp_path_factory.mktemp("policy"), seed=0)
+
+
+@pytest.fixture(scope="package")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's policy with a chat template: a message is its words."""
+    folder = make_policy_folder(tmp_path_factory.mktemp("chat"), seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message['role'] == 'user' %}<bos> {% endif %}{{ message['content'] }} "
+        "{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="package")

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
@@ -17,7 +16,6 @@ from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTa
 from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train import agent_groups, async_grpo
-from verl_server.train.demo import make_policy_folder
 from verl_server.train.grpo import group_advantages, main
 from verl_server.train.options import TrainArgs
 from verl_server.train.rollout_report import report_rollout
@@ -77,19 +75,6 @@ def test_options_that_cannot_work_are_refused() -> None:
 
 
 # -- a run ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's policy with a chat template: a message is its words."""
-    folder = make_policy_folder(tmp_path_factory.mktemp("chat"), seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (
-        "{% for message in messages %}{% if message['role'] == 'user' %}<bos> {% endif %}{{ message['content'] }} "
-        "{% endfor %}"
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 async def guess(session: AgentSession, task: AgentTask) -> None:

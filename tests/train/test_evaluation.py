@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.torchrun import run_ranks
-from tests.train import faulty_run
+from tests.train import async_ranks, faulty_run
 from tests.train.faulty_run import Servers
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agent_loop import Rollout
@@ -46,6 +46,8 @@ def test_the_tasks_are_no_ranks_and_no_trainings() -> None:
     divided = [HELD.share(rank, 2) for rank in range(2)]
     assert sorted((t.seed, t.member) for share in divided for t in share) == [(t.seed, t.member) for t in tasks]
     assert HELD.share(4, 5) == []  # more ranks than tasks
+    first = [task.sampling_seed for task in HeldOut(tasks=3, samples=1, timeout=60.0, success=1.0).share()]
+    assert [task.sampling_seed for task in tasks if task.member == 0] == first  # also with another number of samples
     trained = make_tasks(1000, GRPOConfig(seed=2**40, groups=64), 0, 64)
     assert max(task.seed for task in trained) < HELD_OUT == min(task.seed for task in tasks)
 
@@ -226,8 +228,8 @@ def test_a_run_evaluates_and_trains_as_without(
     play(policy_folder, tmp_path / "plain")
     play(policy_folder, tmp_path / "run", *EVALUATED)
     out = tmp_path / "run"
-    # The player's reward is 0 or 1, by the sampling seed.
-    assert rewards(out) == [(0, 10, 0.5, 0), (2, 10, 0.5, 0), (4, 10, 0.5, 0)]
+    # The player's reward is 0 or 1, by the sampling seed: 1 for the tasks 1 and 3 of 5.
+    assert rewards(out) == [(0, 10, 0.4, 0), (2, 10, 0.4, 0), (4, 10, 0.4, 0)]
     plain, evaluated = (load_file(tmp_path / name / "model/model.safetensors") for name in ("plain", "run"))
     assert all(torch.equal(plain[name], evaluated[name]) for name in plain)
     events = list(read_events(out))
@@ -236,9 +238,9 @@ def test_a_run_evaluates_and_trains_as_without(
         saved, begin, end = events[place - 1 : place + 2]
         assert isinstance(saved, CheckpointSaved) and saved.name == f"checkpoint-{step}"
         assert isinstance(begin, EvaluationBegan) and isinstance(end, EvaluationEnded)
-        assert begin.step == end.step == step and begin.version == end.version and end.reward == 0.5
+        assert begin.step == end.step == step and begin.version == end.version and end.reward == 0.4
     assert len({event.version for event in events if isinstance(event, EvaluationEnded)}) == 3
-    assert "evaluation at step 4  reward 0.500  success 0.50  10 episodes" in capsys.readouterr().out
+    assert "evaluation at step 4  reward 0.400  success 0.40  10 episodes" in capsys.readouterr().out
     lines = [json.loads(line) for line in (out / "held-out-rank0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0] * 10 + [2] * 10 + [4] * 10
     trained = [json.loads(line) for line in (out / "trajectories-rank0.jsonl").read_text().splitlines()]
@@ -248,9 +250,21 @@ def test_a_run_evaluates_and_trains_as_without(
 def test_two_ranks_evaluate_the_same_tasks(policy_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     play(policy_folder, out, *EVALUATED, ranks=2)
-    assert rewards(out) == [(0, 10, 0.5, 0), (2, 10, 0.5, 0), (4, 10, 0.5, 0)]
+    assert rewards(out) == [(0, 10, 0.4, 0), (2, 10, 0.4, 0), (4, 10, 0.4, 0)]
     counts = [len((out / f"held-out-rank{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
     assert counts == [3 * 6, 3 * 4]
+
+
+def test_no_later_checkpoint_is_saved_while_an_evaluation_plays(policy_folder: Path, tmp_path: Path) -> None:
+    """No push waits for it after a step with nothing to train on: a kill would lose it for good."""
+    arguments = ["--model-path", str(policy_folder), "--out", str(tmp_path / "run"), *SETTINGS, *EVALUATED]
+    assert async_ranks.main(["equal", *arguments, "--save-every", "1", "--max-skipped-steps", "9"]) == 0
+    kinds = (CheckpointSaved, EvaluationBegan, EvaluationEnded)
+    events = [event for event in read_events(tmp_path / "run") if isinstance(event, kinds)]
+    assert [e.name if isinstance(e, CheckpointSaved) else f"{type(e).__name__} {e.step}" for e in events][:6] == [
+        *("checkpoint-0", "EvaluationBegan 0", "EvaluationEnded 0"),
+        *("checkpoint-1", "checkpoint-2", "EvaluationBegan 2"),
+    ]
 
 
 def test_a_run_that_goes_on_evaluates_what_is_not_evaluated(policy_folder: Path, tmp_path: Path) -> None:

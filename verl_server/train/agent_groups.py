@@ -190,7 +190,7 @@ class AgentGroups:
             sampling_params=self._sampling_params,
             forced_sampling_params=self._forced,
             forced_mode=self._forced_mode,
-            seed=tasks[0].sampling_seed or 0,
+            session_seeds=[task.sampling_seed or 0 for task in tasks],
             on_finish=keep,
             notice=self._notice,
             version=version,

@@ -1,6 +1,7 @@
 """`HeldOut`: the tasks of an evaluation, which no step trains on.
 
-They are the same in all runs and at all steps, so that their rewards can be compared. `evaluation` plays them.
+They are the same in all runs and at all steps, so that their rewards can be compared. Seeds are a function of the task
+and the number of its episode alone. `evaluation` plays them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,6 @@ class HeldOut:
 
     def _task(self, task: int, sample: int) -> Task:
         number = HELD_OUT + task
-        draw = HELD_OUT + task * self.samples + sample
+        draw = HELD_OUT * (sample + 1) + task
         name = f"held-out-{task}-{sample}"
         return Task(seed=number, group=number, episode_id=name, sampling_seed=draw, member=sample)

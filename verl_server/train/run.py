@@ -25,6 +25,7 @@ import contextlib
 import functools
 import logging
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -305,7 +306,7 @@ def _serving(
 
     The servers compute in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
     because its routes would else be open to the agent, and it stores the agent's sessions, which a server that is
-    launched again continues.
+    launched again in this start of the run continues.
     """
     settings = args.server_settings
     with contextlib.ExitStack() as stack:
@@ -316,7 +317,8 @@ def _serving(
         else:
             if args.agent is not None:
                 settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
-                settings.setdefault("session_store", str(args.out / "sessions"))
+                if "session_store" not in settings:
+                    settings["session_store"] = ranks.call("sessions", lambda _: _empty_store(args.out))
             settings.setdefault("dtype", dtype_name(dtype))
             launched = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
             engines = [stack.enter_context(launched)]
@@ -325,6 +327,13 @@ def _serving(
             check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
         key, is_agent = settings.get("api_key"), args.agent is not None
         yield engines, [key or (engine.admin_api_key if is_agent else None) for engine in engines]
+
+
+def _empty_store(out: Path) -> str:
+    """Return the folder of a launched server's sessions, without those that a killed start left: they play again."""
+    store = out / "sessions"
+    shutil.rmtree(store, ignore_errors=True)
+    return str(store)
 
 
 def _run_steps(
@@ -345,6 +354,8 @@ def _run_steps(
 
     def save_and_evaluate(saves: bool, evaluates: bool) -> None:
         if saves or evaluates:  # the weights that an evaluation judges are on the disk
+            # After a step without a push, an evaluation may still play. No later checkpoint may take it for complete.
+            run.end_evaluation()
             _save(args, run, run.progress(), saving, files)
         if evaluates:
             evaluations.note_begin(run.next_step, run.weight_version)

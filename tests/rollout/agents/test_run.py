@@ -58,6 +58,21 @@ def test_groups_share_the_task_and_have_seeds_of_their_own() -> None:
     ]
 
 
+def test_the_seeds_of_sessions_may_be_named() -> None:
+    seen: list[int | None] = []
+
+    def check(fake: FakeServer) -> None:
+        seen.extend(s.request.seed for s in fake.ended.values())
+
+    result = run(player, 2, environment=_echo, group_size=2, session_seeds=[5, 6, 5, 7], check=check)
+    assert sorted(seen) == [5, 5, 6, 7]  # type: ignore[type-var]
+    assert [(e.index, e.member, e.seed) for e in sorted(result.episodes, key=lambda e: (e.index, e.member))] == [
+        *((0, 0, 5), (0, 1, 6), (1, 0, 5), (1, 1, 7))
+    ]
+    with pytest.raises(BadRequestError, match="session_seeds has 3 seeds for 2 tasks with 2 episodes each"):
+        run(player, 2, environment=_echo, group_size=2, session_seeds=[5, 6, 5])
+
+
 async def _two_turns(session: AgentSession, task: AgentTask) -> None:
     await chat(session, "say 1")
     await chat(session, "say 2")

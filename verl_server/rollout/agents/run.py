@@ -92,6 +92,7 @@ async def arun_agents(
     forced_sampling_params: Mapping[str, Any] | None = None,
     forced_mode: ForcedMode = "override",
     seed: int = 0,
+    session_seeds: Sequence[int] | None = None,
     out: Path | None = None,
     resume: bool = False,
     on_finish: Callable[[AgentEpisode], None] | None = None,
@@ -117,7 +118,8 @@ async def arun_agents(
     another seed of its own. `sampling_params` hold for requests that set none of their own,
     `forced_sampling_params` for all. A request that sets one of these to another value is sampled with the forced
     one, which its turn records, or refused (`forced_mode`: "override", "refuse"). `seed`, the places of task and
-    member and the number of the attempt settle every session's seed. `pass_env` names variables that a program
+    member and the number of the attempt settle every session's seed. With `session_seeds`, the seeds of the episodes,
+    those of a task in a row, stand in the place of `seed` and the places. `pass_env` names variables that a program
     receives beside its own.
 
     `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run
@@ -139,6 +141,11 @@ async def arun_agents(
         raise BadRequestError('reward="exit" is for programs. Pass a reward function, or reward="environment".')
     if group_size < 1 or (max_concurrency is not None and max_concurrency < 1):
         raise BadRequestError("group_size and max_concurrency must be at least 1.")
+    if session_seeds is not None and len(session_seeds) != len(tasks) * group_size:
+        raise BadRequestError(
+            f"session_seeds has {len(session_seeds)} seeds for {len(tasks)} tasks with {group_size} episodes each. "
+            "Pass one for each episode."
+        )
     if retries < 0 or (replacements is not None and replacements < 0):
         raise BadRequestError("retries and replacements must be at least 0.")
     for given in (sampling_params, forced_sampling_params):
@@ -151,7 +158,7 @@ async def arun_agents(
         "reward": reward if isinstance(reward, str) else _name(reward),
         "environment": None if environment is None else _name(environment),
         "group_size": group_size,
-        "seed": seed,
+        "seed": seed if session_seeds is None else list(session_seeds),
         "sampling_params": dict(sampling_params or {}),
         "forced_sampling_params": dict(forced_sampling_params or {}),
         "forced_mode": forced_mode,
@@ -202,7 +209,8 @@ async def arun_agents(
 
         async def play(index: int, member: int, slots: AbstractAsyncContextManager[object] = slots) -> None:
             async with slots:
-                begin = session_seed(seed, index, member)
+                own = None if session_seeds is None else session_seeds[index * group_size + member]
+                begin = session_seed(seed, index, member) if own is None else own
                 await run.play(tasks[index], index, member, begin, spent[index, member])
 
         try:
