@@ -95,7 +95,6 @@ class KillCase:
                 _wait(process, self.settings.seconds_left)
             else:
                 self._kill_later(process, mark)
-            killed = time.time()
         checkpoint = latest_checkpoint(self.out)
         figures: dict[str, Any] = {
             "killed": mark.exists(),
@@ -117,7 +116,7 @@ class KillCase:
         return (
             figures
             | {
-                "lost": round(killed - max(ends), 2) if ends else None,
+                "lost": round(mark.stat().st_mtime - max(ends), 2) if ends else None,
                 "repeated": round(_seconds_of_steps(self.out, progress.next_step, reached), 2),
                 "finished": len(finished),
                 "kept": kept,

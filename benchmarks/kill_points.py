@@ -68,7 +68,7 @@ class Args:
     jobs: int = 1
     """Cases beside each other. One needs about three cores, and one more for each further rank."""
     seconds: float = 3600.0
-    """Most seconds of the command. Starts that run then are killed, and their cases and the others have no result."""
+    """Most seconds of the command. Starts that run then are killed, and cases that have not ended have no result."""
     steps: int = 6
     """Steps of each run."""
     save_every: int = 1
@@ -140,14 +140,18 @@ def _play(args: Args, cases: list[KillCase], results: dict[str, dict[str, Any]])
     begin, lock = time.monotonic(), threading.Lock()
 
     def play(case: KillCase) -> dict[str, Any] | None:
+        """Return the figures of a case, or None if there was no time for it."""
         if case.settings.seconds_left == 0:
             return None
         for left in args.out.glob(f"{case.name}*"):  # of a command that was cut off
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-        figures = {"case": case.name} | case.play()
-        figures["problems"] = problems(figures)
-        if case.settings.seconds_left == 0:
-            return None  # it was cut off
+        try:
+            figures = {"case": case.name} | case.play()
+            figures["problems"] = problems(figures)
+        except Exception as error:  # the other cases go on
+            figures = {"case": case.name, "problems": [f"{type(error).__name__}: {error}"]}
+        if case.settings.deadline <= time.monotonic():
+            return None
         with lock, (args.out / "results.jsonl").open("a") as file:
             file.write(json.dumps(figures) + "\n")
         return figures
@@ -156,11 +160,7 @@ def _play(args: Args, cases: list[KillCase], results: dict[str, dict[str, Any]])
         futures = {pool.submit(play, case): case for case in cases}
         for count, future in enumerate(as_completed(futures), 1):
             place, name = f"[{count}/{len(cases)}, {time.monotonic() - begin:.0f} s]", futures[future].name
-            try:
-                figures = future.result()
-            except Exception as error:  # the other cases go on
-                figures = {"case": name, "problems": [f"{type(error).__name__}: {error}"]}
-            if figures is None:
+            if (figures := future.result()) is None:
                 print(f"{place} {name} was cut off", flush=True)
                 continue
             results[name] = figures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tests.train import async_ranks, faulty_run
 from tests.train.test_evaluations import evaluated
 from tests.train.test_kept_checkpoints import steps, with_checkpoints
-from tests.train.test_run_end import SETTINGS, weights
+from tests.train.test_run_end import SETTINGS, play, weights
 from verl_server.errors import BadRequestError
 from verl_server.models.tiny import make_model_folder
 from verl_server.train import forks
@@ -206,6 +207,18 @@ def test_a_model_of_another_shape_is_refused_and_named(
     assert "checkpoint-1 is of another model than --model-path: " in error and "Traceback" not in error
     assert steps(tmp_path / "forked") == []
     assert train(faulty_run, model, tmp_path / "forked", "--fork", str(out)) == 0
+
+
+def test_a_fork_plays_what_a_copy_of_the_run_keeps(model: Path, tmp_path: Path) -> None:
+    """The run was killed in step 2, whose two groups had finished. A fork begins as the checkpoint says, whenever."""
+    out, forked, copied = tmp_path / "run", tmp_path / "forked", tmp_path / "copied"
+    assert play("SIGKILL in training", 0, 1, model, out) == [-signal.SIGKILL]
+    shutil.copytree(out, copied)
+    assert train(faulty_run, model, forked, "--fork", str(out), "--steps", "3") == 0
+    assert train(faulty_run, model, copied, "--resume", "--steps", "3") == 0
+    for folder, kept in ((forked, 0), (copied, 2)):
+        assert [line["kept_groups"] for line in read_metrics(folder) if line["step"] == 2] == [kept]
+    assert all(torch.equal(weights(forked)[name], value) for name, value in weights(copied).items())
 
 
 def fates(out: Path) -> list[int]:

@@ -62,7 +62,7 @@ class AgentGroups:
         if isinstance(self._agent, list):
             check_program(self._agent)
         self._tasks = None if args.tasks is None or is_named(args.tasks) else read_tasks(Path(args.tasks))
-        self._held_out = None if args.eval_file is None else read_tasks(Path(args.eval_file))
+        self._held_out = None if args.eval_file is None else read_tasks(Path(args.eval_file), "--eval-file")
         self._environment = _environment(args)
         self._reward = load_reward(args.reward, self._agent, self._environment)
         limits = args.limits

@@ -61,14 +61,16 @@ def load_reward(text: str | None, agent: Any, environment: EnvironmentFactory | 
     return load_function(text, "reward")
 
 
-def read_tasks(path: Path) -> list[AgentTask]:
-    """Return one task for each line of a JSONL file. Raise BadRequestError if a line is no task, or there is none."""
+def read_tasks(path: Path, option: str = "--tasks") -> list[AgentTask]:
+    """Return one task for each line of a JSONL file, which `option` names.
+
+    Raise BadRequestError if a line is no task, or there is none.
+    """
     try:
         tasks = [_task(line, where, i) for i, (where, line) in enumerate(numbered_lines(path)) if line.strip()]
     except BadRequestError as error:
-        raise BadRequestError(
-            f"{error}. --tasks is FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME."
-        ) from None
+        named = ", reasoning-gym:NAME or textarena:NAME" if option == "--tasks" else ""
+        raise BadRequestError(f"{error}. {option} is FILE.jsonl with one task a line{named}.") from None
     if not tasks:
         raise BadRequestError(f"{path} has no tasks.")
     return tasks
