@@ -26,7 +26,7 @@ from verl_server.train.grpo import PolicyTrainer
 from verl_server.train.rollouts.group_messages import GroupEnded
 from verl_server.train.rollouts.held_out_play import HeldOutPlay
 from verl_server.train.run_writer import RunWriter
-from verl_server.watch.run_records import EvaluationEnded, RunEvent
+from verl_server.watch.run_records import Evaluation, EvaluationEnded, RunEvent
 
 SYNC, ASYNC = "grpo", "async_grpo"
 
@@ -83,9 +83,14 @@ class Countdown:
 
 def patch(point: str, countdown: Countdown, die: Callable[[], None]) -> None:
     """Patch the function of a point. `die` kills the process."""
+
+    def counted(*_: Any) -> None:
+        if countdown.is_now():
+            die()
+
     match point:
         case "save":
-            _before(FileSystemWriter, "finish", lambda *_: countdown.is_now() and die())
+            _before(FileSystemWriter, "finish", counted)
         case "before rename" | "after rename":
             _patch_rename("checkpoint-", countdown, die, after=point == "after rename")
         case "compaction":
@@ -95,13 +100,18 @@ def patch(point: str, countdown: Countdown, die: Callable[[], None]) -> None:
         case "journal":
             _patch_journal(countdown, die)
         case "optimizer":
-            _before(PolicyTrainer, "_optimizer_step", lambda *_: countdown.is_now() and die())
+            _before(PolicyTrainer, "_optimizer_step", counted)
         case "evaluation":
             _patch_episodes(countdown, die)
         case "held push":
             _patch_held_push(countdown, die)
         case "evaluation line":
-            _before(RunWriter, "record_evaluation", lambda writer, _: countdown.is_now() and _cut(writer, die))
+
+            def recording(writer: RunWriter, _: Evaluation) -> None:
+                if countdown.is_now():
+                    _cut(writer, die)
+
+            _before(RunWriter, "record_evaluation", recording)
         case "evaluation event":
 
             def noting(_: RunWriter, event: RunEvent) -> None:
@@ -190,7 +200,7 @@ def _patch_episodes(countdown: Countdown, die: Callable[[], None]) -> None:
 
         return start(loop, tasks, finishing, **options)
 
-    AgentLoop.start = starting  # type: ignore[method-assign]
+    AgentLoop.start = starting  # type: ignore[method-assign, assignment]
     dies = _at_the_evaluation(countdown)
 
     def taking(play: HeldOutPlay, news: Any) -> None:
@@ -216,7 +226,7 @@ def _patch_held_push(countdown: Countdown, die: Callable[[], None]) -> None:
             die()
         return wait(play, before_push=before_push)
 
-    HeldOutPlay.take, HeldOutPlay.wait = taking, waiting  # type: ignore[method-assign]
+    HeldOutPlay.take, HeldOutPlay.wait = taking, waiting  # type: ignore[method-assign, assignment]
 
 
 def _at_the_evaluation(countdown: Countdown) -> Callable[[], bool]:
