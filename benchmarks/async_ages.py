@@ -32,10 +32,11 @@ from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.demo import CONFIG, make_policy_folder
-from verl_server.train.grpo import PolicyTrainer, group_advantages, make_tasks
+from verl_server.train.grpo import PolicyTrainer, group_advantages
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import Policy, load_policy
 from verl_server.train.ranks import setup_ranks
+from verl_server.train.run_tasks import make_tasks
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTa
 from verl_server.rollout.trajectory import Fault, StopReason, by_episode
 from verl_server.train import agent_groups
 from verl_server.train.agent_groups import AgentGroups
-from verl_server.train.grpo import make_tasks
 from verl_server.train.options import GRPOConfig, TrainArgs
+from verl_server.train.run_tasks import make_tasks
 
 
 async def ask_twice(session: AgentSession, task: AgentTask) -> None:

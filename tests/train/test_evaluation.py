@@ -23,10 +23,10 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.evaluation import Evaluated, describe_evaluation, play_held_out
-from verl_server.train.grpo import make_tasks
 from verl_server.train.held_out import HELD_OUT, HeldOut
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.ranks import all_ranks
+from verl_server.train.run_tasks import make_tasks
 from verl_server.train.stopping import RunStoppedError, StopRequest
 from verl_server.watch.run_files import read_evaluations, read_events
 from verl_server.watch.run_records import CheckpointSaved, Evaluation, EvaluationBegan, EvaluationEnded, RunResumed

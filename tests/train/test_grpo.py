@@ -19,11 +19,12 @@ from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.train.batches import MicroBatch, Sample
-from verl_server.train.grpo import GRPO, PolicyTrainer, group_advantages, make_tasks
+from verl_server.train.grpo import GRPO, PolicyTrainer, group_advantages
 from verl_server.train.losses import policy_loss
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, attach_engine
+from verl_server.train.run_tasks import make_tasks
 from verl_server.train.servers import RolloutServers
 
 CPU = torch.device("cpu")

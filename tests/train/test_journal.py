@@ -18,11 +18,12 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.ancestors import Ancestors
 from verl_server.train.checkpoints import Progress
-from verl_server.train.grpo import GRPO, make_tasks
+from verl_server.train.grpo import GRPO
 from verl_server.train.journal import FinishedGroup, GroupJournal, check_journals, read_groups
 from verl_server.train.kept_groups import KeptGroups, relabel
 from verl_server.train.ranks import SaveGroup, all_ranks
 from verl_server.train.run_folder import RunFolder
+from verl_server.train.run_tasks import make_tasks
 from verl_server.train.step_journal import StepJournal, joined
 from verl_server.watch.run_records import JournalFailed
 from verl_server.weight_version import WeightVersion

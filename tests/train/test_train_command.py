@@ -72,7 +72,7 @@ def test_a_wrong_environment_url_is_reported_before_anything_starts(
 def test_a_damaged_tokenizer_or_model_is_named_by_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_server.train.run.check_environment", lambda *_: None)
+    monkeypatch.setattr("verl_server.train.run.check_environments", lambda *_: None)
     damaged = make_model_folder(tmp_path / "damaged")
     where = ["--model-path", str(damaged), "--out", str(tmp_path / "run"), "--env-url", NOWHERE]
     for file, loader in (("model.safetensors", "AutoModelForCausalLM"), ("tokenizer.json", "AutoTokenizer")):

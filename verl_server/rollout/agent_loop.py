@@ -9,8 +9,9 @@ each turn, then a wait for all environments.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -24,7 +25,7 @@ from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.messages.results import SchedulerInfo
 from verl_server.rollout.engine_pool import EnginePool, check_alike, stranded
-from verl_server.rollout.environment import RemoteEnvironment
+from verl_server.rollout.environment_setup import EnvironmentSetup
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.group_ends import GroupEnds
@@ -68,8 +69,8 @@ class AgentLoop:
     def __init__(
         self,
         engine: EngineBase | str | Sequence[EngineBase | str],
-        environment: str | Callable[[], EnvClient],
-        renderer: Renderer,
+        environment: str | Callable[[], EnvClient] | Mapping[str | None, EnvironmentSetup],
+        renderer: Renderer | None = None,
         *,
         sampling_params: dict[str, Any] | None = None,
         limits: Limits | None = None,
@@ -81,7 +82,8 @@ class AgentLoop:
 
         The episodes spread over the engines, and each stays with its engine. If the server of an engine dies or is
         started again, its episodes continue on the others until the engine that pushes weights has healed it.
-        `environment` is the URL of an environment server, or a function that returns the client of one environment.
+        `environment` is the URL of an environment server, or a function that returns the client of one environment. Or
+        it is a mixture, `Task.environment` -> environment, each of which has a renderer of its own.
         `max_concurrency` is the largest number of episodes, hence of environments, at one time (None: no bound).
         A renderer of this package separates the policy's reasoning from its answer as the engine's chat routes do.
         `faults` says which ends are the policy's. `replacements` bounds the episodes of each group and run that replace
@@ -102,16 +104,32 @@ class AgentLoop:
         self.limits = limits or Limits()
         self._faults = faults or FaultRules()
         self._replacements = replacements
-        self._environment = environment
-        if isinstance(renderer, TokenizerRenderer):
-            renderer = renderer.for_server(self.engines[0].server_args.reasoning_parser)
-        self._renderer = renderer
+        self._setups = self._setups_of(environment, renderer)
         self._sampling_params = sampling_params or {}
         self._max_concurrency = max_concurrency
         self._notice = UnsampledNotice(agent=False)
         self._capacity = min(_sequence_capacity(engine.scheduler_info) for engine in self.engines)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._background = LoopThread("agent-loop")
+
+    def _setups_of(
+        self,
+        environment: str | Callable[[], EnvClient] | Mapping[str | None, EnvironmentSetup],
+        renderer: Renderer | None,
+    ) -> dict[str | None, EnvironmentSetup]:
+        """Return `Task.environment` -> how it is played. The renderers are those for the engines' server."""
+        setups: dict[str | None, EnvironmentSetup] = {}
+        if isinstance(environment, Mapping):
+            setups.update(environment)
+        elif renderer is None:
+            raise BadRequestError("AgentLoop needs a renderer for its environment.")
+        else:
+            setups[None] = EnvironmentSetup(environment, renderer, self.limits)
+        for name, setup in setups.items():
+            if isinstance(setup.renderer, TokenizerRenderer):
+                served = setup.renderer.for_server(self.engines[0].server_args.reasoning_parser)
+                setups[name] = dataclasses.replace(setup, renderer=served)
+        return setups
 
     def _attach(self, url: str) -> HttpServerEngineAdapter:
         self._attached.append(HttpServerEngineAdapter.attach(url))
@@ -128,8 +146,8 @@ class AgentLoop:
 
     @property
     def environment_url(self) -> str:
-        """URL of the environment server; the name of the callable where environments are made by one."""
-        return self._environment if isinstance(self._environment, str) else repr(self._environment)
+        """URLs of the environment servers; the name of the callable where environments are made by one."""
+        return ", ".join(setup.url for setup in self._setups.values())
 
     @property
     def is_agent(self) -> bool:
@@ -283,12 +301,11 @@ class AgentLoop:
         """Return an attempt at a task. Each attempt has a sampling seed of its own."""
         if task.sampling_seed is not None:
             task = msgspec.structs.replace(task, sampling_seed=attempt_seed(task.sampling_seed, attempt))
-        if isinstance(self._environment, str):
-            environment: EnvClient = RemoteEnvironment(self._environment, self.limits.env)
-        else:
-            environment = self._environment()
-        renderer, sampling = self._renderer, self._sampling_params
-        episode = Episode(task, environment, renderer, sampling, self.limits, self._capacity, clock)
+        if (setup := self._setups.get(task.environment)) is None:
+            known = ", ".join(sorted(filter(None, self._setups))) or "one without a name"
+            raise BadRequestError(f"A task names the environment {task.environment!r}, and the loop has {known}.")
+        environment = setup.client(self.limits.env)
+        episode = Episode(task, environment, setup.renderer, self._sampling_params, setup.limits, self._capacity, clock)
         episode.trajectory.attempt = attempt
         episode.trajectory.began = clock.began
         return episode

@@ -88,6 +88,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of the policy's samples, which then do not depend on other requests."""
     member: int = 0
     """Number of the episode among those of its group."""
+    environment: str | None = None
+    """Name of the environment in a mixture of several. None: there is one only."""
 
 
 class Turn(msgspec.Struct, kw_only=True):

@@ -39,9 +39,10 @@ from verl_server.train import run
 from verl_server.train.ages import Ages, describe_ages
 from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.environment_draw import EnvironmentDraw, draw_of
 from verl_server.train.evaluation import OnEvaluated
 from verl_server.train.gap_probe import GapProbe
-from verl_server.train.grpo import PolicyTrainer, make_tasks
+from verl_server.train.grpo import PolicyTrainer
 from verl_server.train.held_out import HeldOut
 from verl_server.train.journal import GroupJournal
 from verl_server.train.kept_groups import KeptGroups
@@ -56,6 +57,7 @@ from verl_server.train.rollouts.rollout_process import open_rollouts
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.run_end import Progressing
+from verl_server.train.run_tasks import make_tasks
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.server_use import ServerUse
 from verl_server.train.servers import RolloutServers
@@ -150,6 +152,7 @@ class AsyncGRPO:
         note: Callable[[RunEvent], None] = lambda event: None,
         record: Callable[[int, Sequence[Trajectory]], None] = lambda step, trajectories: None,
         journal: GroupJournal | None = None,
+        draw: EnvironmentDraw | None = None,
     ) -> None:
         """Prepare the run. All ranks call it together; `rollouts` is None on all but rank 0.
 
@@ -175,6 +178,7 @@ class AsyncGRPO:
         self._note = note
         self._record = record
         self._journal = journal
+        self._draw = draw
         self._kept = KeptGroups()
         """The groups that an earlier start of the run played. Ranks > 0 have the ancestors only."""
         self._waits: dict[str, float] = defaultdict(float)
@@ -355,7 +359,7 @@ class AsyncGRPO:
     def _tasks(self, number: int) -> list[Task]:
         """Return the tasks of a group: those of the synchronous run, which counts its groups in each step."""
         step, place = divmod(number, self._buffer.groups)
-        tasks = make_tasks(step, self.trainer.config, place, 1)
+        tasks = make_tasks(step, self.trainer.config, place, 1, self._draw)
         return [msgspec.structs.replace(task, group=number) for task in tasks]
 
     def _samples(self, groups: Sequence[Group[Rollout]]) -> list[Sample]:
@@ -383,6 +387,7 @@ class AsyncGRPO:
             server_url=", ".join(self.servers.urls),
             by_agent=self._rollouts.is_agent,
             replaced=[trajectory for result in results for trajectory in result.replaced],
+            mixture=None if self._draw is None else self._draw.mixture,
         )
 
     def _end(self, batch: _Batch, fate: GroupFate) -> None:
@@ -430,6 +435,7 @@ class AsyncGRPO:
             next_group=next_group,
             undone_groups=undone,
             ancestors=self._kept.ancestors.forks,
+            draw=None if self._draw is None else self._draw.state(),
             further=self.trainer.further,
             saving=saving,
         )
@@ -451,6 +457,8 @@ class AsyncGRPO:
             self._ranks, checkpoint.parent, progress, lambda number: number >= next_group or number in undone
         )
         self.trainer.trained.ancestors = self._kept.ancestors
+        if self._draw is not None:
+            self._draw.resume(progress)
         if self._journal is not None:
             self._journal.base = progress.label
 
@@ -502,6 +510,7 @@ def open_asynchronous(args: AsyncTrainArgs, parts: RunParts, trainer: PolicyTrai
             note=parts.files.note,
             record=parts.files.record_trajectories,
             journal=journals[0] if journals else None,
+            draw=draw_of(args),
         )
 
 

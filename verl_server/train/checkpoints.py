@@ -66,6 +66,8 @@ class Progress:
     """Earlier incarnation -> number of its last version from which these weights come (`ancestors`)."""
     further: dict[str, bool] | None = None
     """Name of each further model (PPO's critic) -> whether its optimizer has a state. Absent if there is none."""
+    draw: dict[str, Any] | None = None
+    """State of `EnvironmentDraw`. Absent in a run without a mixture of environments."""
 
     @property
     def label(self) -> str:
@@ -210,6 +212,7 @@ def save_checkpoint(
     next_group: int | None = None,
     undone_groups: list[int] | None = None,
     ancestors: Mapping[str, int] | None = None,
+    draw: dict[str, Any] | None = None,
     saving: SaveGroup | None = None,
 ) -> Path:
     """Write a checkpoint to a folder of its own, beside those of earlier steps, and return the folder.
@@ -217,13 +220,14 @@ def save_checkpoint(
     The folder appears when all of it is on the disk; `kept_checkpoints` removes older ones then. Do nothing if the
     newest checkpoint already is of this step. `further` are models beside the policy, by name.
     `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version.
-    `next_group`, `undone_groups` and `ancestors` are those of `Progress`. `saving` has the connections to use; by
-    default they are made for this call. Raise CheckpointError on all ranks if a rank cannot write.
+    `next_group`, `undone_groups`, `ancestors` and `draw` are those of `Progress`. `saving` has the connections to use;
+    by default they are made for this call. Raise CheckpointError on all ranks if a rank cannot write.
     """
     saving = saving or SaveGroup.of_all_ranks()
     folder = out / f"checkpoint-{next_step}"
     has_state, older = bool(optimizer.state), dict(ancestors or {}) or None
     progress = Progress(next_step, version, has_state, loss_scaling, incarnation, next_group, undone_groups, older)
+    progress = replace(progress, draw=draw)
     if further:
         progress = replace(progress, further={name: bool(own.state) for name, (_, own) in further.items()})
 

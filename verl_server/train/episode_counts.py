@@ -40,14 +40,11 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls, episodes: Sequence[Sequence[Trajectory]]) -> EpisodeCounts:
         """Return the sums of `episodes`, each of which is its branches."""
-        rewards: dict[int, list[float]] = {}
-        for branches in episodes:
-            if (reward := branches[0].reward) is not None and any(t.is_trainable for t in branches):
-                rewards.setdefault(branches[0].task.group, []).append(reward)
+        rewards = rewards_by_group(episodes)
         found = [reward for group in rewards.values() for reward in group]
         counts = cls(
             groups=len(rewards),
-            without_spread=sum(max(group) - min(group) < 1e-9 for group in rewards.values()),
+            without_spread=sum(not has_spread(group) for group in rewards.values()),
             lowest=min(found, default=None),
             highest=max(found, default=None),
             truncated=sum(any(map(_is_cut, branches)) for branches in episodes),
@@ -80,6 +77,27 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             reusable_tokens=self.reusable_tokens + other.reusable_tokens,
         )
+
+
+def rewards_by_group(episodes: Sequence[Sequence[Trajectory]]) -> dict[int, list[float]]:
+    """Return group -> rewards of its trainable episodes, of groups that have one. An episode is its branches."""
+    rewards: dict[int, list[float]] = {}
+    for branches in episodes:
+        if (reward := branches[0].reward) is not None and any(t.is_trainable for t in branches):
+            rewards.setdefault(branches[0].task.group, []).append(reward)
+    return rewards
+
+
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Return True if the rewards of a group differ, so that a step learns from it."""
+    return max(rewards) - min(rewards) >= 1e-9
+
+
+def has_failed(t: Trajectory) -> bool:
+    """Return True if an episode counts as failed: its error is not that of a regular end with a reward."""
+    if t.error is None or t.stop_reason is None:
+        return False
+    return t.reward is None or not t.stop_reason.is_regular
 
 
 def _is_cut(trajectory: Trajectory) -> bool:

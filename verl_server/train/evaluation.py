@@ -22,8 +22,10 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled
+from verl_server.train.environment_figures import mean_over_mixture
 from verl_server.train.evaluations import best_evaluated_step
 from verl_server.train.held_out import HeldOut
+from verl_server.train.metrics import describe_environments
 from verl_server.train.options import TrainArgs
 from verl_server.train.players import Player
 from verl_server.train.rollout_report import RolloutReport, count_errors, merge_reports, report_rollout
@@ -60,7 +62,8 @@ class Evaluations:
 
     def __init__(self, args: TrainArgs, files: RunWriter, ranks: RankGroup) -> None:
         """Every rank makes one. `files` is the rank's writer."""
-        self.held_out = HeldOut(args.eval_tasks, args.eval_samples, args.eval_timeout, args.eval_success)
+        bounds = args.eval_timeout, args.eval_success
+        self.held_out = HeldOut(args.eval_tasks, args.eval_samples, *bounds, args.judged_mixture)
         self._every, self._steps = args.eval_every, args.steps
         self._files = files
         self._ranks = ranks
@@ -126,6 +129,8 @@ def describe_evaluation(record: Evaluation, best: int | None) -> str:
     parts = [f"evaluation at step {record.step}"]
     if record.reward is not None:
         parts += [f"reward {record.reward:.3f}", f"success {record.success:.2f}"]
+    if record.environments:
+        parts.append(describe_environments({name: f.reward for name, f in record.environments.items()}))
     parts.append(f"{record.episodes} episodes in {record.seconds:.1f} s")
     parts += [f"{record.failed} failed"] if record.failed else []
     parts += [f"{record.unfinished} unfinished"] if record.unfinished else []
@@ -184,6 +189,7 @@ def score(
         env_url=playing.environment_url,
         server_url=", ".join(server_urls),
         by_agent=playing.is_agent,
+        mixture=held_out.mixture,
     )
     scored = [b for b in by_episode(ended) if b[0].reward is not None and not is_unsampled(b)]
     solved = sum((branches[0].reward or 0.0) >= held_out.success for branches in scored)
@@ -191,22 +197,42 @@ def score(
 
 
 def merge_shares(
-    shares: Sequence[Share], step: int, version: WeightVersion, *, seconds: float, push_delay: float
+    held_out: HeldOut,
+    shares: Sequence[Share],
+    step: int,
+    version: WeightVersion,
+    *,
+    seconds: float,
+    push_delay: float,
 ) -> Evaluated:
-    """Return the result of all ranks' shares."""
+    """Return the result of all ranks' shares.
+
+    Reward and success of a mixture are the means of the environments' figures, weighed with the weights of the mixture:
+    they do not depend on how many episodes of each environment were scored.
+    """
     report = merge_reports([share.report for share in shares])
     incomplete = next((share.incomplete for share in shares if share.incomplete is not None), None)
+    reward = report.mean_reward
+    success = sum(share.solved for share in shares) / report.scored if report.scored else None
+    unscored = None if report.scored else "unscored"
+    environments = {name: sums.held_out_figures() for name, sums in report.environments.items()}
+    if held_out.mixture is not None:
+        reward = mean_over_mixture(held_out.mixture, {name: f.reward for name, f in environments.items()})
+        success = mean_over_mixture(held_out.mixture, {name: f.success for name, f in environments.items()})
+        if unscored is None and (lacking := [name for name, f in environments.items() if not f.episodes]):
+            unscored = f"unscored: {', '.join(lacking)}"
     record = Evaluation(
         step=step,
         version=str(version),
         episodes=report.scored,
         failed=report.episodes - report.scored,
         unfinished=sum(share.unfinished for share in shares),
-        reward=report.mean_reward,
-        success=sum(share.solved for share in shares) / report.scored if report.scored else None,
+        reward=reward,
+        success=success,
         seconds=seconds,
         push_delay=push_delay,
-        incomplete=incomplete or (None if report.scored else "unscored"),
+        incomplete=incomplete or unscored,
+        environments=environments,
     )
     return Evaluated(record, report)
 
@@ -275,6 +301,6 @@ def play_held_out(
             running.cancel()  # after an error or the deadline; a rollout that has ended stays as it is
     decoded = [msgspec.msgpack.decode(share, type=Share) for share in shares]
     seconds = time.monotonic() - start
-    result = merge_shares(decoded, step, version, seconds=seconds, push_delay=seconds)
+    result = merge_shares(held_out, decoded, step, version, seconds=seconds, push_delay=seconds)
     result.trajectories = mine
     return result

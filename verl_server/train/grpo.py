@@ -31,13 +31,14 @@ from verl_server.errors import BadRequestError
 from verl_server.logprob_gap import LogprobGap
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import Running
-from verl_server.rollout.trajectory import Task, Trajectory, by_episode
+from verl_server.rollout.trajectory import Trajectory, by_episode
 from verl_server.train import run
 from verl_server.train.batches import MicroBatch, Sample, pack_alike, sampled_positions
 from verl_server.train.checkpoints import Trained, load_checkpoint, save_checkpoint
+from verl_server.train.environment_draw import EnvironmentDraw, draw_of
 from verl_server.train.evaluation import OnEvaluated, play_held_out
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
-from verl_server.train.held_out import HELD_OUT, HeldOut
+from verl_server.train.held_out import HeldOut
 from verl_server.train.journal import GroupJournal
 from verl_server.train.kl import with_penalties
 from verl_server.train.loss_scaling import LossScaling
@@ -52,6 +53,7 @@ from verl_server.train.rollout_report import RolloutReport, merge_reports, repor
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.run_end import Progressing, StepCounter
+from verl_server.train.run_tasks import make_tasks
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.schedules import learning_rate
 from verl_server.train.scoring import gap_of_sampled, logprobs_of
@@ -238,21 +240,6 @@ class PolicyTrainer:
         return Learned(losses, counts[1], counts[2], int(is_finite), int(not is_finite))
 
 
-def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> list[Task]:
-    """Return the tasks of `groups` groups of a step, from `first_group` on.
-
-    Seeds are below those of held-out tasks, and a function of (config.seed, step, group).
-    """
-    tasks = []
-    for group in range(first_group, first_group + groups):
-        seed = (config.seed * 1_000_003 + step * config.groups + group) % HELD_OUT
-        for member in range(config.group_size):
-            name = f"{step}-{group}-{member}"
-            draw = (seed * config.group_size + member) % 2**62
-            tasks.append(Task(seed=seed, group=group, episode_id=name, sampling_seed=draw, member=member))
-    return tasks
-
-
 class GRPO:
     """A training run on one rank: its share of the groups, its shards of the model, and the servers of all ranks."""
 
@@ -266,12 +253,13 @@ class GRPO:
         advisor: RunAdvisor | None = None,
         incarnation: str | None = None,
         journal: GroupJournal | None = None,
+        draw: EnvironmentDraw | None = None,
     ) -> None:
         """Prepare the run. All ranks call it together.
 
         `stop` is a request to stop, which interrupts rollouts. `advisor` judges the gap of log-probabilities.
         `incarnation` is that of this start of the run, equal on all ranks; by default rank 0 draws one. `journal` takes
-        the groups that have finished.
+        the groups that have finished. `draw` says which environment of a mixture a group plays.
         """
         self.trainer = trainer
         self.servers = servers
@@ -291,6 +279,7 @@ class GRPO:
         self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())
         self._use = ServerUse(servers.counters)
         self._journal = StepJournal(trainer.config.groups, journal)
+        self._draw = draw
 
     @property
     def weight_version(self) -> WeightVersion:
@@ -360,6 +349,7 @@ class GRPO:
             incarnation=self._incarnation,
             loss_scaling=self.trainer.scaling.state_dict(),
             ancestors=self._journal.ancestors.forks,
+            draw=None if self._draw is None else self._draw.state(),
             further=self.trainer.further,
             saving=saving,
         )
@@ -371,6 +361,8 @@ class GRPO:
         self.next_step, self.version = progress.next_step, progress.version
         self.trainer.scaling.load_state_dict(progress.loss_scaling)
         self._journal.resume(checkpoint.parent, progress)
+        if self._draw is not None:
+            self._draw.resume(progress)
 
     def push(self) -> None:
         """Copy the trainer's weights into the servers, as version `self.weight_version`."""
@@ -385,7 +377,7 @@ class GRPO:
         that had finished before the run was interrupted are not played again.
         """
         step, version, named_weights = self.next_step, self.weight_version, self.trainer.policy.named_weights
-        tasks = make_tasks(step, self.trainer.config, self._first_group, self._groups)
+        tasks = make_tasks(step, self.trainer.config, self._first_group, self._groups, self._draw)
         kept = self._journal.take(tasks, step, version, on_finish)
         left, on_group = [task for task in tasks if task.group not in kept], self._journal.writer(step, version)
         running: Running[Rollout] | None = None
@@ -413,6 +405,7 @@ class GRPO:
                 by_agent=self.player.is_agent,
                 replaced=rollout.replaced,
                 kept_groups=len(kept),
+                mixture=None if self._draw is None else self._draw.mixture,
             )
             return msgspec.msgpack.encode(report)
 
@@ -444,7 +437,8 @@ def open_grpo(args: TrainArgs, parts: RunParts) -> Iterator[GRPO]:
         contextlib.closing(journal),
         open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player,
     ):
-        yield GRPO(trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation, journal)
+        parties = trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation
+        yield GRPO(*parties, journal, draw_of(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_server.rollout.trajectory import Task
+from verl_server.train.mixture import Mixture
 from verl_server.watch.run_records import HELD_OUT as HELD_OUT
 
 
@@ -22,6 +23,9 @@ class HeldOut:
     """Most seconds of an evaluation."""
     success: float
     """Least reward of an episode that succeeded."""
+    mixture: Mixture | None = None
+    """The environments of a mixture, which share the tasks equally. Each has the same held-out seeds, from the first
+    one on."""
 
     @property
     def episodes(self) -> int:
@@ -32,7 +36,13 @@ class HeldOut:
         return [self._task(task, sample) for task in range(rank, self.tasks, ranks) for sample in range(self.samples)]
 
     def _task(self, task: int, sample: int) -> Task:
-        number = HELD_OUT + task
-        draw = HELD_OUT * (sample + 1) + task
-        name = f"held-out-{task}-{sample}"
-        return Task(seed=number, group=number, episode_id=name, sampling_seed=draw, member=sample)
+        environments = [None] if self.mixture is None else [e.name for e in self.mixture.environments]
+        count, place = divmod(task, len(environments))
+        return Task(
+            seed=HELD_OUT + count,
+            group=HELD_OUT + task,
+            episode_id=f"held-out-{task}-{sample}",
+            sampling_seed=HELD_OUT * (sample + 1) + task,
+            member=sample,
+            environment=environments[place],
+        )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verl_server.logprob_gap import LogprobGap
+from verl_server.train.environment_figures import EnvironmentFigures
 from verl_server.train.rollout_report import RolloutReport
 
 
@@ -184,6 +185,8 @@ class StepMetrics:
     """Names of the figures that were not finite, such as losses.kl. JSON has null in their places."""
     kept_groups: int = 0
     """Groups that an earlier start of the run had played, and that were not played again (docs/checkpoints.md)."""
+    environments: dict[str, EnvironmentFigures] = field(default_factory=dict)
+    """Environment of a mixture -> its figures (docs/mixtures.md). Absent without a mixture."""
 
     @property
     def phases(self) -> dict[str, float]:
@@ -244,6 +247,7 @@ def describe_rollout(
         prompt_tokens=report.counts.prompt_tokens,
         reusable_tokens=report.counts.reusable_tokens,
         kept_groups=report.kept_groups,
+        environments={name: sums.figures() for name, sums in report.environments.items()},
     )
 
 
@@ -257,6 +261,8 @@ def describe_step(metrics: StepMetrics) -> str:
         f"train {metrics.train_seconds:.2f} s  sync {metrics.sync_seconds:.3f} s  "
         f"gap {gap}  {json.dumps(metrics.stop_reasons)}"
     )
+    if metrics.environments:
+        line += f"  {describe_environments({name: f.reward for name, f in metrics.environments.items()})}"
     if metrics.forced_share:
         line += f"  forced {metrics.forced_share:.0%}"
     if metrics.unsampled:
@@ -264,3 +270,8 @@ def describe_step(metrics: StepMetrics) -> str:
     if metrics.skipped_optimizer_steps:
         line += f"  {metrics.skipped_optimizer_steps} optimizer step(s) skipped, loss scale {metrics.loss_scale:g}"
     return line if metrics.skipped is None else f"{line}  skipped"
+
+
+def describe_environments(rewards: Mapping[str, float | None]) -> str:
+    """Return the mean rewards of the environments of a mixture as text."""
+    return ", ".join(f"{name} {'none' if reward is None else f'{reward:.3f}'}" for name, reward in rewards.items())

@@ -23,6 +23,7 @@ from verl_server.rollout.faults import FaultRules
 from verl_server.server_args import ServerArgs
 from verl_server.train.kept_checkpoints import KEPT
 from verl_server.train.losses import LossConfig
+from verl_server.train.mixture import Mixture, MixtureFile
 from verl_server.train.ranks import SAVE_TIMEOUT
 from verl_server.train.run_advisor import check_names
 from verl_server.train.schedules import Schedule
@@ -122,7 +123,11 @@ class TrainArgs:
     model_path: str
     """Model folder or hub id with the initial weights of the policy."""
     env_url: Annotated[str | None, tyro.conf.arg(aliases=("--environment",))] = None
-    """URL of an environment server (OpenEnv's protocol). Required without --agent. --environment is the same option."""
+    """URL of an environment server (OpenEnv's protocol). Required without --mixture and --agent. --environment is the
+    same option."""
+    mixture: MixtureFile | None = None
+    """FILE.toml with several environments, in place of --env-url: a table [[environment]] for each, with name, url and
+    weight, and what it has of its own (docs/mixtures.md). Its groups are in proportion to the weights."""
     agent: str | None = None
     """MODULE:function or FILE.py:function, an `async def (session, task)`, or the command of a program, in quotes. It
     plays the episodes through sessions of the rollout server. Default: the built-in loop."""
@@ -169,14 +174,16 @@ class TrainArgs:
     """Steps between evaluations on held-out tasks, which no step trains on. There is one before the first step and one
     after the last step, too. Each saves a checkpoint first. 0: never."""
     eval_tasks: int = 64
-    """Number of held-out tasks: the seeds from 2**30 on, in each run and at each step."""
+    """Number of held-out tasks: the seeds from 2**30 on, in each run and at each step. The environments of --mixture
+    share them equally."""
     eval_samples: int = 1
     """Episodes of each held-out task. They have the temperature of training, and sampling seeds of their own."""
     eval_timeout: float = 300.0
     """Most seconds of an evaluation. Then its other episodes are cancelled, and it does not count as the best. So no
     push is held longer."""
     eval_success: float = 1.0
-    """Least reward of a held-out episode that counts as a success."""
+    """Least reward of a held-out episode that counts as a success. With --mixture, also of an episode of training; an
+    environment may have a bound of its own."""
     eval_file: str | None = None
     """FILE.jsonl with the held-out tasks of an agent, in turn. Required with --eval-every if --tasks is a file, whose
     lines are trained on."""
@@ -261,6 +268,7 @@ class TrainArgs:
             )
         check_names(self.stop_on)
         check_loggers(self.logger)
+        self._check_mixture()
         self._check_agent()
         given = set(self.server_settings) - {"api_key", "admin_api_key"}
         if self.server_urls and given:
@@ -270,10 +278,28 @@ class TrainArgs:
                 f"{flags}."
             )
 
+    def _check_mixture(self) -> None:
+        if self.mixture is None:
+            return
+        if self.agent is not None:
+            raise BadRequestError(
+                "--mixture is for the built-in loop, and an agent plays one environment: remove --mixture, or --agent."
+            )
+        if self.env_url is not None:
+            raise BadRequestError("--mixture names the environments: remove --env-url, or add it to the file.")
+        if self.eval_every and self.eval_tasks < (count := len(self.mixture.environments)):
+            raise BadRequestError(
+                f"--eval-tasks {self.eval_tasks} is less than the {count} environments of --mixture, each of which "
+                f"needs a held-out task: name at least {count}."
+            )
+
     def _check_agent(self) -> None:
         if self.agent is None:
-            if self.env_url is None:
-                raise BadRequestError("--env-url is missing: name an environment server, or play with --agent.")
+            if self.env_url is None and self.mixture is None:
+                raise BadRequestError(
+                    "--env-url is missing: name an environment server, or several in a file with --mixture, or play "
+                    "with --agent."
+                )
             if self.tasks is not None or self.reward is not None:
                 raise BadRequestError("--tasks and --reward are for --agent: remove them, or name an agent.")
             if self.eval_file is not None:
@@ -299,6 +325,11 @@ class TrainArgs:
             raise BadRequestError(
                 "--agent needs an owner's key of the server at --server: name its file with --server.api-key-file."
             )
+
+    @property
+    def judged_mixture(self) -> Mixture | None:
+        """The mixture, each environment with the least reward of its successes."""
+        return None if self.mixture is None else self.mixture.judged(self.eval_success)
 
     def update_mode(self) -> UpdateMode:
         """Return the treatment of requests that run during a push. No episode plays then, but an agent may linger."""

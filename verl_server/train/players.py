@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.errors import BadRequestError
 from verl_server.files.model_folder import load_tokenizer
 from verl_server.rollout.agent_loop import AgentLoop, OnGroup, Rollout
+from verl_server.rollout.environment_check import check_environment
+from verl_server.rollout.environment_setup import EnvironmentSetup
 from verl_server.rollout.loop_thread import Running
-from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
+from verl_server.rollout.renderer import ChatRenderer, TextRenderer
 from verl_server.rollout.trajectory import Task, Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.options import TrainArgs
@@ -51,8 +54,12 @@ class Player(Protocol):
         """Return why no server can play the episodes until the trainer brings one back, or None if one can."""
 
 
-def prepare(args: TrainArgs) -> AgentGroups | Renderer:
-    """Load the agent with its tasks, or the renderer of the built-in loop. Raise BadRequestError if one is wrong.
+Prepared = AgentGroups | Mapping[str | None, EnvironmentSetup]
+"""What a player needs beside the servers: an agent, or `Task.environment` -> what it names (None: `--env-url`)."""
+
+
+def prepare(args: TrainArgs) -> Prepared:
+    """Load the agent with its tasks, or the renderers of the built-in loop. Raise BadRequestError if one is wrong.
 
     It needs no server, so that wrong options end a run before anything starts.
     """
@@ -60,12 +67,43 @@ def prepare(args: TrainArgs) -> AgentGroups | Renderer:
         return AgentGroups(args)
     make = ChatRenderer if args.chat else TextRenderer
     tokenizer = load_tokenizer(args.model_path, "--model-path")
-    return make(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
+    keys = args.observation_key, args.action_key
+    if args.mixture is None:
+        assert args.env_url is not None
+        renderer = make(tokenizer, observation_key=keys[0], action_key=keys[1])
+        return {None: EnvironmentSetup(args.env_url, renderer, args.limits)}
+    setups: dict[str | None, EnvironmentSetup] = {}
+    for environment in args.mixture.environments:
+        observation_key, action_key = environment.observation_key or keys[0], environment.action_key or keys[1]
+        renderer = make(tokenizer, observation_key=observation_key, action_key=action_key)
+        setups[environment.name] = EnvironmentSetup(environment.url, renderer, environment.limits(args.limits))
+    return setups
+
+
+def check_environments(args: TrainArgs, prepared: Prepared) -> None:
+    """Reset one session of each environment server of a run, before anything starts.
+
+    Raise BadRequestError, which names those that cannot be played, with the remedies.
+    """
+    timeouts = args.limits.env
+    if isinstance(prepared, AgentGroups):
+        if args.env_url is not None:
+            check_environment(args.env_url, None, timeouts)  # the agent reads its observations
+        return
+    errors = []
+    for name, setup in prepared.items():
+        option = "--env-url" if name is None else f"--mixture ({name})"
+        try:
+            check_environment(setup.url, setup.renderer, timeouts, option=option)
+        except BadRequestError as error:
+            errors.append(str(error))
+    if errors:
+        raise BadRequestError(" ".join(errors))
 
 
 @contextlib.contextmanager
 def open_player(
-    args: TrainArgs, urls: Sequence[str], keys: Sequence[str | None], prepared: AgentGroups | Renderer | None = None
+    args: TrainArgs, urls: Sequence[str], keys: Sequence[str | None], prepared: Prepared | None = None
 ) -> Iterator[AgentLoop | AgentGroups]:
     """Yield the player, attached to the servers `urls`, whose API keys are `keys` (owners' keys for an agent)."""
     prepared = prepared or prepare(args)
@@ -76,11 +114,9 @@ def open_player(
             stack.enter_context(prepared.serving(clients))
             yield prepared
             return
-        assert args.env_url is not None
         yield stack.enter_context(
             AgentLoop(
                 clients,
-                args.env_url,
                 prepared,
                 sampling_params={"temperature": args.grpo.temperature},
                 limits=args.limits,

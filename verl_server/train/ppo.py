@@ -36,6 +36,7 @@ from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import Trained
 from verl_server.train.critic import Critic, load_critic
 from verl_server.train.critic_trainer import CriticTrainer, States, Targets, describe_values
+from verl_server.train.environment_draw import draw_of
 from verl_server.train.gae import TurnChain, gae, padded
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.kl import token_penalties
@@ -156,7 +157,8 @@ def open_ppo(args: PPOTrainArgs, parts: RunParts) -> Iterator[GRPO]:
     """Yield the algorithm of a run with the options `args`. Each rank plays its episodes in a thread of its own."""
     trainer = make_ppo_trainer(args, parts)
     with open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player:
-        yield GRPO(trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation)
+        parties = trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation
+        yield GRPO(*parties, draw=draw_of(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

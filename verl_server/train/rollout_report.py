@@ -15,7 +15,9 @@ import msgspec
 from verl_server.rollout.faults import fault_of
 from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode, is_unsampled
 from verl_server.rollout.unsampled import is_too_long, remedy
-from verl_server.train.episode_counts import EpisodeCounts
+from verl_server.train.environment_figures import EnvironmentSums, added, sums_by_environment
+from verl_server.train.episode_counts import EpisodeCounts, has_failed
+from verl_server.train.mixture import Mixture
 
 _SERVER_FAILED = (
     StopReason.GENERATION_ERROR,
@@ -46,6 +48,8 @@ class Failure(msgspec.Struct, kw_only=True):
     """Number of episodes that were replaced before this one in the same place of the group."""
     replaced: bool = False
     """True if another episode took the place of this one."""
+    environment: str | None = None
+    """Name of the environment in a mixture. None: there is one only."""
 
 
 class Means(msgspec.Struct):
@@ -116,6 +120,8 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     counts: EpisodeCounts = msgspec.field(default_factory=EpisodeCounts)
     kept_groups: int = 0
     """Groups that an earlier start of the run played."""
+    environments: dict[str, EnvironmentSums] = {}
+    """Environment of a mixture -> its part of these sums. {} without a mixture."""
 
     @property
     def mean_reward(self) -> float | None:
@@ -163,12 +169,14 @@ def report_rollout(
     by_agent: bool = False,
     replaced: Sequence[Trajectory] = (),
     kept_groups: int = 0,
+    mixture: Mixture | None = None,
 ) -> RolloutReport:
     """Return the report of this rank's episodes. `kept` is the number of episodes that the step learns from.
 
     `replaced` are the episodes that others replaced, and `kept_groups` is the number of groups that an earlier start of
-    the run played. The branches of an agent's episode count as one episode. An error of an episode with a reward and a
-    regular end is no failure: a limit of its session may have ended the agent with an exception.
+    the run played. `mixture` has the environments that tasks name. The branches of an agent's episode count as one
+    episode. An error of an episode with a reward and a regular end is no failure: a limit of its session may have ended
+    the agent with an exception.
     """
     episodes = by_episode(trajectories)
     firsts = [branches[0] for branches in episodes]
@@ -180,7 +188,7 @@ def report_rollout(
         return Failure(
             step=step,
             rank=rank,
-            url=server_url if t.stop_reason in _SERVER_FAILED else env_url,
+            url=server_url if t.stop_reason in _SERVER_FAILED else _environment_url(t, mixture) or env_url,
             stop_reason=str(t.stop_reason),
             error=t.error or str(t.stop_reason),
             seed=t.task.seed,
@@ -190,6 +198,7 @@ def report_rollout(
             fault=str(fault_of(t.stop_reason, t.fault)),
             attempt=t.attempt,
             replaced=replaced,
+            environment=t.task.environment,
         )
 
     lost = by_episode(replaced)
@@ -209,20 +218,19 @@ def report_rollout(
         env_seconds=sum(t.seconds("env") for t in trajectories),
         seconds=seconds,
         stop_reasons=dict(Counter(str(t.stop_reason) for t in firsts)),
-        failures=[failure(t, False) for t in firsts if _has_failed(t)],
+        failures=[failure(t, False) for t in firsts if has_failed(t)],
         replaced=[failure(branches[0], True) for branches in lost],
         lost=Means.of(lost),
         replacing=Means.of([b for b in scored if b[0].attempt]),
         original=Means.of([b for b in scored if not b[0].attempt]),
         counts=EpisodeCounts.of(episodes),
         kept_groups=kept_groups,
+        environments=sums_by_environment(mixture, trajectories, replaced),
     )
 
 
-def _has_failed(t: Trajectory) -> bool:
-    if t.error is None or t.stop_reason is None:
-        return False
-    return t.reward is None or not t.stop_reason.is_regular
+def _environment_url(t: Trajectory, mixture: Mixture | None) -> str | None:
+    return None if mixture is None or t.task.environment is None else mixture[t.task.environment].url
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
@@ -253,11 +261,15 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         original=sum((r.original for r in reports), Means()),
         counts=sum((r.counts for r in reports), EpisodeCounts()),
         kept_groups=sum(r.kept_groups for r in reports),
+        environments=added([r.environments for r in reports]),
     )
 
 
 def count_errors(failures: Sequence[Failure], most: int = 3) -> str:
-    """Return the `most` most frequent errors as "12 x <error>; 3 x ...", with the URL if an error does not name it."""
+    """Return the `most` most frequent errors as "12 x <error>; 3 x ...", with the URL if an error does not name it.
+
+    An error in a mixture begins with the name of the environment.
+    """
     counts = Counter(_with_url(failure) for failure in failures).most_common()
     shown = "; ".join(f"{count} x {error.rstrip('.')}" for error, count in counts[:most])
     more = len(counts) - most
@@ -266,4 +278,5 @@ def count_errors(failures: Sequence[Failure], most: int = 3) -> str:
 
 def _with_url(failure: Failure) -> str:
     address = failure.url.partition("://")[2] or failure.url
-    return failure.error if address in failure.error else f"{failure.url}: {failure.error}"
+    error = failure.error if address in failure.error else f"{failure.url}: {failure.error}"
+    return error if failure.environment is None else f"{failure.environment}: {error}"

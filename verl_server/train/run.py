@@ -49,11 +49,8 @@ from verl_server.files.command_options import parse_options
 from verl_server.files.model_folder import config_folder, load_tokenizer
 from verl_server.files.run_output import settings_of
 from verl_server.rollout.agent_loop import Rollout
-from verl_server.rollout.environment_check import check_environment
-from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.server_check import check_server
 from verl_server.rollout.trajectory import Trajectory
-from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.checkpoints import check_fits
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
 from verl_server.train.evaluation import Evaluated, Evaluations, OnEvaluated
@@ -62,7 +59,7 @@ from verl_server.train.held_out import HeldOut
 from verl_server.train.kept_checkpoints import remove_old_checkpoints
 from verl_server.train.metrics import StepMetrics, describe_step
 from verl_server.train.options import TrainArgs
-from verl_server.train.players import prepare
+from verl_server.train.players import Prepared, check_environments, prepare
 from verl_server.train.policy import Policy, load_policy, save_policy
 from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_engine, setup_ranks
 from verl_server.train.reference import Reference, load_reference
@@ -156,7 +153,7 @@ class RunParts:
     servers: RolloutServers
     keys: list[str | None]
     """API key of each server, with which episodes are played."""
-    prepared: AgentGroups | Renderer
+    prepared: Prepared
     """What `players.open_player` needs beside the servers."""
     files: RunWriter
     """This rank's writer of the run's files."""
@@ -199,9 +196,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
         tokenizer = load_tokenizer(args.model_path, "--model-path")
         prepared = prepare(args)
         ranks.call("check_servers", lambda _: _check_servers(args))
-        if (url := args.env_url) is not None:
-            renderer = None if isinstance(prepared, AgentGroups) else prepared
-            ranks.call("check_environment", lambda _: check_environment(url, renderer, args.limits.env))
+        ranks.call("check_environments", lambda _: check_environments(args, prepared))
         policy = load_policy(
             args.model_path,
             device,
@@ -350,7 +345,7 @@ def _run_steps(
 
     def evaluated(result: Evaluated) -> None:
         evaluations.record(result)
-        trackers.log_evaluation(msgspec.structs.asdict(result.record))
+        trackers.log_evaluation(msgspec.to_builtins(result.record))
 
     def save_and_evaluate(saves: bool, evaluates: bool) -> None:
         if saves or evaluates:  # the weights that an evaluation judges are on the disk

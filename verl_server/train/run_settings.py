@@ -76,7 +76,8 @@ MAY_DIFFER = {
     for field in dataclasses.fields(ServerArgs)
     if field.name not in (*_COMPARED_OF_SERVER, *_KEYS)
 }
-"""Settings that may differ, and why (docs/runs.md). The host of `env_url` and the number of ranks may differ, too."""
+"""Settings that may differ, and why (docs/runs.md). The hosts of `env_url` and of a mixture's environments, and the
+number of ranks, may differ, too."""
 
 REMOVED = {"gap_alarm": "stop_on is in its place"}
 """Settings that runs of earlier versions stored, and that are not compared."""
@@ -101,6 +102,8 @@ def run_settings(args: TrainArgs) -> dict[str, Any]:
     for name in ("model_path", "reference_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):
         settings[name] = None if settings[name] is None else location(settings[name])
     settings["env_url"] = None if args.env_url is None else without_host(args.env_url)
+    settings.pop("mixture.environments", None)
+    settings["mixture"] = None if args.mixture is None else args.mixture.compared(without_host)
     settings["server_urls"] = [without_host(url) for url in args.server_urls]
     is_file = args.tasks is not None and not is_named(args.tasks)
     digest = hashlib.blake2b(read_bytes(Path(args.tasks or "")), digest_size=16).hexdigest() if is_file else None

@@ -128,7 +128,7 @@ class RunWriter:
         metrics.not_finite = _not_finite(dataclasses.asdict(metrics))
         label = msgspec.structs.asdict(self._label(metrics.step))
         self._errors.append(_lines(label | msgspec.structs.asdict(failure) for failure in failures))
-        self._metrics.append(_lines([label | dataclasses.asdict(metrics)]))
+        self._metrics.append(_lines([_without_mixture(label | dataclasses.asdict(metrics))]))
 
     def record_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Append this rank's trajectories of a step. Every rank calls it with its own."""
@@ -158,7 +158,7 @@ class RunWriter:
     def record_evaluation(self, evaluation: Evaluation) -> None:
         """Append an evaluation to evaluations.jsonl. Rank 0 calls it."""
         evaluation.incarnation, evaluation.time = self.incarnation, time.time()
-        self._evaluations.append(_lines([evaluation]))
+        self._evaluations.append(_lines([_without_mixture(msgspec.to_builtins(evaluation))]))
 
     def record_trained(self, trained: Sequence[TrainedTrajectory]) -> None:
         """Append what the trainer computed for this rank's trajectories. Every rank calls it with its own."""
@@ -204,6 +204,11 @@ def _rank_of(file: Path) -> int:
 
 def _lines(records: Iterable[Any]) -> Iterable[bytes]:
     return (msgspec.json.encode(record, enc_hook=jsonable) + b"\n" for record in records)
+
+
+def _without_mixture(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a line, without the figures of environments if the run has no mixture."""
+    return values if values["environments"] else {name: v for name, v in values.items() if name != "environments"}
 
 
 def _not_finite(figures: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -82,6 +82,19 @@ class TrainedTrajectory(msgspec.Struct, kw_only=True):
     """Largest of these differences. None as `gap_mean`."""
 
 
+class HeldOutFigures(msgspec.Struct, kw_only=True):
+    """The figures of one environment of a mixture in an evaluation. Each is as the field of the whole evaluation."""
+
+    episodes: int
+    """Episodes that were scored."""
+    failed: int
+    """Episodes that ended without a score."""
+    reward: float | None
+    """Mean reward. None if no episode was scored."""
+    success: float | None
+    """Share of the scored episodes whose reward is at least the environment's `success`, or `--eval-success`."""
+
+
 class Evaluation(msgspec.Struct, kw_only=True):
     """A line of evaluations.jsonl: the rewards of held-out episodes, which one version played."""
 
@@ -91,7 +104,8 @@ class Evaluation(msgspec.Struct, kw_only=True):
     version: str
     """Version of the weights."""
     episodes: int
-    """Episodes that were scored. `reward` and `success` are means over them."""
+    """Episodes that were scored. `reward` and `success` are means over them; of a mixture, they are the means of the
+    environments' figures, weighed with the weights of the mixture."""
     failed: int
     """Episodes that ended without a score. The infrastructure ended them, weights of another version sampled one of
     their tokens, or the policy sampled no token. No other episode replaces them."""
@@ -108,7 +122,10 @@ class Evaluation(msgspec.Struct, kw_only=True):
     are all of its seconds."""
     incomplete: str | None = None
     """The reason if the weights cannot be compared with others: timeout (`--eval-timeout`), stopped (by a signal),
-    server (none was left that had the version), unscored (no episode has a score), or an error."""
+    server (none was left that had the version), unscored (no episode has a score; or none of an environment, which is
+    named), or an error."""
+    environments: dict[str, HeldOutFigures] = {}
+    """Environment of a mixture -> its figures. Absent without a mixture."""
     incarnation: str = ""
     """Incarnation of the start of the run that evaluated."""
     time: float = 0.0

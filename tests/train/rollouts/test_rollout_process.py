@@ -23,7 +23,6 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
-from verl_server.train.grpo import make_tasks
 from verl_server.train.options import AsyncTrainArgs, GRPOConfig
 from verl_server.train.ppo_options import AsyncPPOTrainArgs, PPOConfig
 from verl_server.train.rollouts import rollout_process
@@ -38,6 +37,7 @@ from verl_server.train.rollouts.group_messages import (
     encode_args,
 )
 from verl_server.train.rollouts.rollout_process import RolloutProcess, RolloutProcessError
+from verl_server.train.run_tasks import make_tasks
 
 WAIT = 60.0
 CONFIG = GRPOConfig(groups=1, group_size=3)

@@ -164,4 +164,4 @@ class _Episodes:
         share.incomplete = reason or self._error
         seconds = max(0.0, (time.time() if self._open else self._ended) - self._began)
         delay = 0.0 if self.holds_push_since is None else time.monotonic() - self.holds_push_since
-        self._done(merge_shares([share], self._step, self._version, seconds=seconds, push_delay=delay))
+        self._done(merge_shares(self._held_out, [share], self._step, self._version, seconds=seconds, push_delay=delay))

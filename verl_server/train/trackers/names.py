@@ -74,6 +74,18 @@ CRITIC_LOSSES = {
     "critic/explained_variance": "explained_variance",
 }
 """Name -> key of `StepMetrics.losses` that is of PPO's critic, not of the policy."""
+ENVIRONMENT_FIGURES = {
+    "reward": "reward",
+    "success": "success",
+    "groups": "groups",
+    "groups_without_spread": "groups_without_spread",
+    "episodes": "episodes",
+    "failed": "failed",
+    "replaced": "replaced",
+    "turns": "turns",
+    "tokens": "sampled_tokens",
+}
+"""End of the names env/ENVIRONMENT/... -> field of `EnvironmentFigures`, of each environment of a mixture."""
 WITHOUT_NAME = {
     "step": "it is the x axis",
     "weight_version": "it is a text",
@@ -94,7 +106,9 @@ EVALUATION_FIGURES = {
 }
 """Name -> key of a line of evaluations.jsonl."""
 _NAMES_OF_CRITIC = {key: name for name, key in CRITIC_LOSSES.items()}
-_COMPARABLE = ("evaluation/reward", "evaluation/success")
+EVALUATED_ENVIRONMENT_FIGURES = {"reward": "reward", "success": "success", "episodes": "episodes", "failed": "failed"}
+"""End of the names evaluation/env/ENVIRONMENT/... -> key of an environment in a line of evaluations.jsonl."""
+_COMPARABLE = ("/reward", "/success")
 
 
 def figures_of_step(metrics: StepMetrics) -> dict[str, float]:
@@ -102,6 +116,9 @@ def figures_of_step(metrics: StepMetrics) -> dict[str, float]:
     figures = _numbers({name: getattr(metrics, field) for name, field in STEP_FIGURES.items()})
     for prefix, field in STEP_GROUPS.items():
         figures |= _numbers({name_in_group(prefix, key): value for key, value in getattr(metrics, field).items()})
+    for name, of_environment in metrics.environments.items():
+        values = {end: getattr(of_environment, field) for end, field in ENVIRONMENT_FIGURES.items()}
+        figures |= _numbers({f"env/{name}/{end}": value for end, value in values.items()})
     return figures
 
 
@@ -116,8 +133,11 @@ def figures_of_evaluation(evaluation: Mapping[str, Any]) -> dict[str, float]:
     An incomplete evaluation has neither reward nor success, because those of other weights cannot be compared with it.
     """
     figures = _numbers({name: evaluation.get(key) for name, key in EVALUATION_FIGURES.items()})
+    for name, values in evaluation.get("environments", {}).items():
+        own = {end: values.get(key) for end, key in EVALUATED_ENVIRONMENT_FIGURES.items()}
+        figures |= _numbers({f"evaluation/env/{name}/{end}": value for end, value in own.items()})
     if evaluation.get("incomplete") is not None:
-        return {name: figure for name, figure in figures.items() if name not in _COMPARABLE}
+        return {name: figure for name, figure in figures.items() if not name.endswith(_COMPARABLE)}
     return figures
 
 

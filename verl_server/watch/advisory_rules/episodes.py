@@ -43,6 +43,8 @@ def failed(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     faults = totals(step.failures for step in steps)
     ends = totals({k: n for k, n in step.stop_reasons.items() if k not in _REGULAR} for step in steps)
     replaced = sum(step.replaced for step in steps)
+    environments = totals({n: e.failed + e.replaced for n, e in step.environments.items()} for step in steps)
+    which = f"; by environment: {describe_counts(environments)}" if environments else ""
     shown = ", ".join(part for part in (describe_counts(ends), f"{replaced} replaced" if replaced else "") if part)
     fault = max(faults, key=lambda name: faults[name], default="infrastructure")
     causes = {
@@ -54,7 +56,7 @@ def failed(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
         figure=count / episodes,
         bound=FAILED_SHARE,
         message=f"{count} of {episodes} episodes failed in the last {len(steps)} steps ({shown}), by fault: "
-        f"{describe_counts(faults) or 'not recorded'}",
+        f"{describe_counts(faults) or 'not recorded'}{which}",
         cause=causes.get(fault, causes["infrastructure"]),
         remedy="Look at the most frequent error in errors.jsonl, which has the URL, the seed and the message of each: "
         "play its seed alone, and read the log of the server that it names. If an end is the policy's in your "

@@ -23,6 +23,13 @@ Number = TypeVar("Number", int, float)
 Steps = Sequence["StepFigures"]
 
 
+class FailedEpisodes(msgspec.Struct):
+    """Figures of one environment of a mixture in a step."""
+
+    failed: int = 0
+    replaced: int = 0
+
+
 class StepFigures(msgspec.Struct, kw_only=True):
     """The fields of a line of metrics.jsonl that rules read. Lines of earlier versions lack some of them."""
 
@@ -49,6 +56,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     cache_hit_rate: float | None = None
     age: float | None = None
     not_finite: list[str] = []
+    environments: dict[str, FailedEpisodes] = {}
     phases: dict[str, float] = {}
     """Phase -> seconds, of the event `step_ended`."""
 
