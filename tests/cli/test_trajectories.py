@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,19 @@ def test_a_training_run_is_read_by_step_over_all_ranks(tmp_path: Path, capsys: p
     (tmp_path / "plain" / "trajectories.jsonl").write_bytes(encoded() + b"\n")
     assert main(["trajectories", "ls", str(tmp_path / "plain"), "--step", "5"]) == 1
     assert "It has no steps: leave --step out" in capsys.readouterr().err
+
+
+def test_episodes_of_a_mixture_name_their_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = [{"seed": 1, "group": group, "environment": name} for group, name in enumerate(["code", "math", "code"])]
+    lines = [encoded(task=task, reward=reward) for task, reward in zip(tasks, [1.0, 0.25, 0.0], strict=True)]
+    (tmp_path / "trajectories.jsonl").write_bytes(b"\n".join([*lines, b""]))
+    assert main(["trajectories", "ls", str(tmp_path)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["environment", "episode"]
+    assert [row.split()[:2] for row in rows] == [["code", "0-0"], ["math", "1-0"], ["code", "2-0"]]
+    assert main(["trajectories", "stats", str(tmp_path)]) == 0
+    figures = capsys.readouterr().out
+    assert re.search(r"mean reward of code +0\.5\b", figures) and re.search(r"mean reward of math +0\.25\b", figures)
 
 
 @pytest.mark.parametrize("width", ["40", "80", "160"])

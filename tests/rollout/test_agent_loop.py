@@ -29,6 +29,7 @@ from verl_server.errors import (
 from verl_server.rollout import engine_pool
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvError, EnvTimeouts
+from verl_server.rollout.environment_setup import EnvironmentSetup
 from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.environments.games import GuessNumber
 from verl_server.rollout.episode import Limits
@@ -82,6 +83,24 @@ def test_results_are_in_the_order_of_the_tasks() -> None:
         assert [t.task.seed for t in rollout.trajectories] == list(range(20)) == sorted(finished)
         assert all(t.reward == 1.0 and len(t.turns) == 3 for t in rollout.trajectories)
         assert loop.run([]).trajectories == []
+
+
+def test_each_task_of_a_mixture_has_the_limits_of_its_environment() -> None:
+    setups: dict[str | None, EnvironmentSetup] = {
+        "short": EnvironmentSetup(episode, WordRenderer(), Limits(max_turns=1)),
+        "long": EnvironmentSetup(episode, WordRenderer(), Limits(max_turns=9)),
+    }
+    with AgentLoop(FakeEngine(), setups) as loop:
+        names = ["short", "long", "short"]
+        rollout = loop.run([Task(seed=i, environment=name) for i, name in enumerate(names)])
+        ends = [(t.task.environment, len(t.turns), t.stop_reason) for t in rollout.trajectories]
+        assert ends == [
+            ("short", 1, StopReason.MAX_TURNS), ("long", 3, StopReason.DONE), ("short", 1, StopReason.MAX_TURNS),
+        ]  # fmt: skip
+        with pytest.raises(BadRequestError, match="names the environment None, and the loop has long, short"):
+            loop.run([Task(seed=0)])
+    with AgentLoop(FakeEngine(), episode, WordRenderer()) as loop, pytest.raises(BadRequestError, match="'short'"):
+        loop.run([Task(seed=0, environment="short")])
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         for owner, name, value in (
             (run_module, "_serving", serving),
             (run_module, "RolloutServers", lambda *_, **__: servers),
-            (run_module, "check_environment", lambda *_: None),
+            (run_module, "check_environments", lambda *_: None),
             (async_grpo, "open_rollouts", scripted),
             (async_grpo, "_LOOK_SECONDS", 0.05),
             (AsyncGRPO, "_await_batch", noted),

@@ -294,7 +294,7 @@ def main(arguments: Sequence[str]) -> int:
         patch(run_module, "_serving", serving)
         patch(grpo, "open_player", playing)
         patch(run_module, "RolloutServers", lambda *_, **__: servers)
-        patch(run_module, "check_environment", lambda *_: None)
+        patch(run_module, "check_environments", lambda *_: None)
         _inject(fault if rank == "all" or mine == int(rank) else "none", player, patch)
         return grpo.main(rest)
 

@@ -24,12 +24,20 @@ from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.evaluation import Evaluated, describe_evaluation, play_held_out
 from verl_server.train.held_out import HELD_OUT, HeldOut
+from verl_server.train.mixture import MixedEnvironment, Mixture
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.ranks import all_ranks
 from verl_server.train.run_tasks import make_tasks
 from verl_server.train.stopping import RunStoppedError, StopRequest
 from verl_server.watch.run_files import read_evaluations, read_events
-from verl_server.watch.run_records import CheckpointSaved, Evaluation, EvaluationBegan, EvaluationEnded, RunResumed
+from verl_server.watch.run_records import (
+    CheckpointSaved,
+    Evaluation,
+    EvaluationBegan,
+    EvaluationEnded,
+    HeldOutFigures,
+    RunResumed,
+)
 from verl_server.weight_version import WeightVersion
 
 HELD = HeldOut(tasks=3, samples=2, timeout=60.0, success=1.0)
@@ -50,6 +58,22 @@ def test_the_tasks_are_no_ranks_and_no_trainings() -> None:
     assert [task.sampling_seed for task in tasks if task.member == 0] == first  # also with another number of samples
     trained = make_tasks(1000, GRPOConfig(seed=2**40, groups=64), 0, 64)
     assert max(task.seed for task in trained) < HELD_OUT == min(task.seed for task in tasks)
+
+
+MIXTURE = Mixture(
+    (MixedEnvironment("code", "http://a", 3, success=0.5), MixedEnvironment("math", "http://b", 1, success=1.0))
+)
+MIXED = HeldOut(tasks=5, samples=2, timeout=60.0, success=1.0, mixture=MIXTURE)
+
+
+def test_the_environments_of_a_mixture_have_equally_many_tasks() -> None:
+    tasks = MIXED.share()
+    assert [(t.environment, t.seed - HELD_OUT) for t in tasks if t.member == 0] == [
+        *(("code", 0), ("math", 0), ("code", 1), ("math", 1), ("code", 2))
+    ]
+    assert len({task.group for task in tasks}) == 5 and len({task.sampling_seed for task in tasks}) == 10
+    divided = [task for rank in range(3) for task in MIXED.share(rank, 3)]
+    assert sorted(divided, key=lambda t: (t.group, t.member)) == tasks
 
 
 @pytest.mark.parametrize(
@@ -138,6 +162,22 @@ class TestBetweenTwoSteps:
         assert result.record.push_delay == result.record.seconds > 0
         assert len(result.trajectories) == 6 and player.asked == [False]
         assert {failure.error for failure in result.report.failures} == {"it fell over"}
+
+    def test_the_reward_of_a_mixture_is_weighed_with_its_weights(self) -> None:
+        """Of ten episodes, four of `code` and all four of `math` are scored."""
+        rewards = {"code": {0: 1.0, 1: 0.5, 2: None}, "math": {0: 0.25, 1: 0.75}}
+        result = evaluate(Scripted(lambda task: rewards[str(task.environment)][task.seed - HELD_OUT]), MIXED)
+        assert facts(result.record) == (8, 2, 0, 0.75 * 0.75 + 0.25 * 0.5, 0.75, None)
+        assert result.record.environments == {
+            "code": HeldOutFigures(episodes=4, failed=2, reward=0.75, success=1.0),
+            "math": HeldOutFigures(episodes=4, failed=0, reward=0.5, success=0.0),
+        }
+        assert {(failure.environment, failure.url) for failure in result.report.failures} == {("code", "http://a")}
+
+    def test_an_evaluation_without_one_of_the_environments_cannot_be_compared(self) -> None:
+        result = evaluate(Scripted(lambda task: None if task.environment == "math" else 1.0), MIXED)
+        assert facts(result.record) == (6, 4, 0, None, None, "unscored: math")
+        assert result.record.environments["code"].reward == 1.0
 
     def test_tokens_of_another_version_are_left_out_and_counted(self) -> None:
         result = evaluate(Scripted(lambda task: 1.0, version=str(OTHER)))

@@ -126,6 +126,7 @@ def test_a_run_gives_up_with_everything_saved_and_is_resumed(
         "fault": "infrastructure",
         "attempt": errors[0]["attempt"],
         "replaced": False,
+        "environment": None,
     }
     assert "the sandbox is down" in errors[0]["error"]
     assert (out / "checkpoint-2" / "run.json").exists()

@@ -376,6 +376,12 @@ def folder(tmp_path: Path) -> Folder:
 FAILING = {"failed": 60, "failures": {"infrastructure": 60}}
 
 
+def test_failures_in_a_mixture_name_the_environments() -> None:
+    environments = {"code": {"failed": 40, "replaced": 16, "reward": None}, "math": {"failed": 4}}
+    (found,) = judged([line(step, **FAILING, replaced=16, environments=environments) for step in range(3)])
+    assert found.message.endswith("by fault: infrastructure 180; by environment: code 168, math 12")
+
+
 def test_a_run_of_an_earlier_version_is_judged_from_its_files(folder: Folder) -> None:
     """It wrote the alarm of the gap only, without figure and severity."""
     folder.add("events.jsonl", {"kind": "run_started", "time": 1.0, "incarnation": "a1", "ranks": 1, "version": "0.1"})

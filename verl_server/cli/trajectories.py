@@ -117,16 +117,19 @@ def ls(args: Ls, console: Console) -> int:
         return _ls_runs(args.path, console)
     found = read_recorded(args.path, args.step)
     has_steps = any(recorded.step is not None for recorded in found)
+    is_mixed = any(recorded.trajectory.task.environment is not None for recorded in found)
     rows = []
     for recorded in sorted(found, key=_place):
         t = recorded.trajectory
         reward = "-" if t.reward is None else f"{t.reward:g}"
         sizes = (str(len(t.turns)), str(len(t.tokens)), str(t.sampled_tokens))
         step = ("-" if recorded.step is None else str(recorded.step),) if has_steps else ()
-        facts = (*step, recorded.name, str(t.branch), str(t.stop_reason), reward, *sizes)
+        environment = (t.task.environment or "-",) if is_mixed else ()
+        facts = (*step, *environment, recorded.name, str(t.branch), str(t.stop_reason), reward, *sizes)
         rows.append(Row(facts, _shortened(t.error or "")))
-    names = ("episode", "branch", "end", "reward", "turns", "tokens", "sampled")
-    console.print(Listing(("step", *names) if has_steps else names, rows, left=3 + has_steps))
+    labels = ["step"] * has_steps + ["environment"] * is_mixed
+    names = [*labels, "episode", "branch", "end", "reward", "turns", "tokens", "sampled"]
+    console.print(Listing(names, rows, left=3 + len(labels)))
     return 0
 
 
@@ -205,6 +208,7 @@ def stats(args: Stats, console: Console) -> int:
     figures |= {
         "episodes": len(episodes) - replaced,
         "mean reward": _mean([reward for _, _, reward in scored]),
+        **_means_of_environments([branches[0] for _, branches in episodes if not is_unsampled(branches)]),
         "groups whose rewards differ": f"{sum(len(g) > 1 for g in groups.values())} of {len(groups)}",
         "episodes with several branches": sum(b == 1 for b in branches),
         "sampled tokens": len(sampled),
@@ -221,6 +225,15 @@ def stats(args: Stats, console: Console) -> int:
         table.add_row(Text(name), Text(str(value)))
     console.print(table)
     return 0
+
+
+def _means_of_environments(firsts: Sequence[Trajectory]) -> dict[str, str]:
+    """Return the mean reward of each environment of a mixture, under the name of the figure."""
+    rewards: dict[str, list[float]] = {}
+    for t in firsts:
+        if t.task.environment is not None and t.reward is not None:
+            rewards.setdefault(t.task.environment, []).append(t.reward)
+    return {f"mean reward of {name}": _mean(rewards[name]) for name in sorted(rewards)}
 
 
 def _mean(values: Sequence[float]) -> str:

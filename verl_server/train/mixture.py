@@ -1,8 +1,8 @@
 """`Mixture`: the environments that a run trains on together, and what each of them has of its own.
 
 `--mixture FILE.toml` names the file. It is read once, with the other options: the rollout process of an asynchronous
-run gets what was read. `environment_draw` says which group plays which environment, `players` makes renderers and limits,
-`environment_figures` and `held_out` report about each environment.
+run gets what was read. `environment_draw` says which group plays which environment, `players` makes renderers and
+limits, `environment_figures` reports about each environment, and `held_out` has tasks of each.
 """
 
 from __future__ import annotations

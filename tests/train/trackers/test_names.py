@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 
 from tests.train.trackers.steps import evaluation, step_metrics
+from verl_server.train.environment_figures import EnvironmentFigures
 from verl_server.train.metrics import StepMetrics
 from verl_server.train.trackers.names import (
     CRITIC_LOSSES,
+    ENVIRONMENT_FIGURES,
+    EVALUATED_ENVIRONMENT_FIGURES,
     EVALUATION_FIGURES,
     STEP_FIGURES,
     STEP_GROUPS,
@@ -18,19 +21,42 @@ from verl_server.train.trackers.names import (
     figures_of_evaluation,
     figures_of_step,
 )
+from verl_server.watch.run_records import HeldOutFigures
 
 PAGE = Path(__file__).parents[3] / "docs" / "trackers.md"
 
 
 def test_each_field_of_a_step_has_one_name_or_a_reason_for_none() -> None:
-    named = [*STEP_FIGURES.values(), *STEP_GROUPS.values(), *WITHOUT_NAME]
+    named = [*STEP_FIGURES.values(), *STEP_GROUPS.values(), *WITHOUT_NAME, "environments"]
     assert sorted(named) == sorted(field.name for field in dataclasses.fields(StepMetrics))
+    of_environment = [field.name for field in dataclasses.fields(EnvironmentFigures)]
+    assert sorted(ENVIRONMENT_FIGURES.values()) == sorted(of_environment)
+    assert sorted(EVALUATED_ENVIRONMENT_FIGURES.values()) == sorted(HeldOutFigures.__struct_fields__)
+
+
+def test_figures_of_each_environment_of_a_mixture() -> None:
+    figures = EnvironmentFigures(3, 1, 12, 2, 1, 0.5, None, 2.5, 40)
+    found = figures_of_step(step_metrics(2, environments={"code": figures}))
+    own = {name: figure for name, figure in found.items() if name.startswith("env/")}
+    assert own.keys() == {f"env/code/{end}" for end in ENVIRONMENT_FIGURES} - {"env/code/success"}
+    assert (own["env/code/reward"], own["env/code/groups"], own["env/code/tokens"]) == (0.5, 3, 40)
+    held = {"code": {"episodes": 4, "failed": 1, "reward": 0.5, "success": 0.25}}
+    evaluated = figures_of_evaluation(evaluation(10, environments=held))
+    assert evaluated["evaluation/env/code/success"] == 0.25 and evaluated["evaluation/env/code/failed"] == 1
+    incomplete = figures_of_evaluation(evaluation(10, environments=held, incomplete="timeout"))
+    assert evaluated.keys() - incomplete.keys() == {
+        *("evaluation/reward", "evaluation/success"),
+        *("evaluation/env/code/reward", "evaluation/env/code/success"),
+    }
 
 
 def test_the_page_lists_the_names_with_their_fields() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     groups = {f"{prefix}KEY": field for prefix, field in STEP_GROUPS.items()}
-    code = [*STEP_FIGURES.items(), *CRITIC_LOSSES.items(), *groups.items(), *EVALUATION_FIGURES.items()]
+    mixture = {f"env/NAME/{end}": field for end, field in ENVIRONMENT_FIGURES.items()}
+    mixture |= {f"evaluation/env/NAME/{end}": field for end, field in EVALUATED_ENVIRONMENT_FIGURES.items()}
+    of_steps = [*STEP_FIGURES.items(), *CRITIC_LOSSES.items(), *groups.items()]
+    code = [*of_steps, *EVALUATION_FIGURES.items(), *mixture.items()]
     assert sorted(rows) == sorted(code)
 
 
