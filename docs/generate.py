@@ -248,6 +248,8 @@ def options(site: Site, cls: Class, prefix: str = "", given: Mapping[str, str] |
         name = field.name if field.option_name is None else field.option_name
         flag = f"--{prefix}{name.replace('_', '-')}"
         nested = [inner for c in field.classes if (inner := site.package.class_of(c.module, c.name)).is_data]
+        if field.type.endswith(" | None"):
+            nested = []  # one option names a file with the values
         if nested and nested[0].name == "ServerArgs":
             rows.append((f"`{flag}.SETTING`", "`ServerArgs`", "", cell(field.doc)))
         elif nested:
@@ -439,9 +441,10 @@ def run_folder_page(site: Site) -> None:
         page.add_function(site.package.function("verl_server.watch.run_files", name), name)
     page.add_class(site.package.class_of("verl_server.watch.recorded", "Recorded"))
     home = "verl_server.watch.run_records"
-    for name in ("Label", "Evaluation", "TrainedTrajectory"):
+    for name in ("Label", "Evaluation", "HeldOutFigures", "TrainedTrajectory"):
         page.add_class(site.package.class_of(home, name))
     page.add_class(site.package.class_of("verl_server.train.metrics", "StepMetrics"))
+    page.add_class(site.package.class_of("verl_server.train.environment_figures", "EnvironmentFigures"))
     page.add_class(site.package.class_of("verl_server.train.rollout_report", "Failure"))
     page.add_class(site.package.class_of(home, "RunEvent"))
     for event in get_args(AnyEvent):

@@ -186,7 +186,7 @@ class StepMetrics:
     kept_groups: int = 0
     """Groups that an earlier start of the run had played, and that were not played again (docs/checkpoints.md)."""
     environments: dict[str, EnvironmentFigures] = field(default_factory=dict)
-    """Environment of a mixture -> its figures (docs/mixtures.md). Absent without a mixture."""
+    """Environment of a mixture -> its figures (docs/mixtures.md), those that are not None. Absent without a mixture."""
 
     @property
     def phases(self) -> dict[str, float]:

@@ -128,7 +128,10 @@ class RunWriter:
         metrics.not_finite = _not_finite(dataclasses.asdict(metrics))
         label = msgspec.structs.asdict(self._label(metrics.step))
         self._errors.append(_lines(label | msgspec.structs.asdict(failure) for failure in failures))
-        self._metrics.append(_lines([_without_mixture(label | dataclasses.asdict(metrics))]))
+        values = dataclasses.asdict(metrics)
+        for name, figures in values["environments"].items():  # within an object, null is what was not finite
+            values["environments"][name] = {key: figure for key, figure in figures.items() if figure is not None}
+        self._metrics.append(_lines([label | _without_mixture(values)]))
 
     def record_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Append this rank's trajectories of a step. Every rank calls it with its own."""

@@ -44,7 +44,8 @@ def failed(steps: Steps, past: Past, level: float = 1.0) -> Finding | None:
     ends = totals({k: n for k, n in step.stop_reasons.items() if k not in _REGULAR} for step in steps)
     replaced = sum(step.replaced for step in steps)
     environments = totals({n: e.failed + e.replaced for n, e in step.environments.items()} for step in steps)
-    which = f"; by environment: {describe_counts(environments)}" if environments else ""
+    where = describe_counts({name: number for name, number in environments.items() if number})
+    which = f"; by environment: {where}" if where else ""
     shown = ", ".join(part for part in (describe_counts(ends), f"{replaced} replaced" if replaced else "") if part)
     fault = max(faults, key=lambda name: faults[name], default="infrastructure")
     causes = {

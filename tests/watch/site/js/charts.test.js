@@ -31,6 +31,21 @@ test("charts take their columns, and have no line without data", () => {
   assert.deepEqual(chartOf("reward").lines(table)[0].values, [0.5, NaN]);
 });
 
+test("the rewards of a mixture are one line an environment", () => {
+  const names = ["environments.a.b.reward", "environments.a.b.turns", "environments.hard.reward", "reward"];
+  const values = { "environments.a.b.reward": [0.5, null], "environments.hard.reward": [null, 0.25], reward: [0.5, 0.25] };
+  const mixed = runTable({ id: "r", name: "run" }, 0, { names, step: [0, 1], values, low: {}, high: {} });
+  const chart = CHARTS.find(({ id }) => id === "environments");
+  assert.deepEqual(
+    chart.lines(mixed).map((line) => [line.name, line.values]),
+    [
+      ["a.b", [0.5, null]],
+      ["hard", [null, 0.25]],
+    ],
+  );
+  assert.deepEqual(lines("environments"), []);
+});
+
 test("a quotient has no value where its divisor is 0", () => {
   assert.deepEqual(lines("length")[0].values, [10, null]);
 });

@@ -92,6 +92,21 @@ function family(prefix) {
       .map(({ line, short }) => ({ name: short, values: line?.values ?? [] }));
 }
 
+/**
+ * A figure of each environment of a mixture, by the environment's name.
+ * @param {string} figure
+ * @returns {(table: RunTable) => Line[]}
+ */
+function ofEnvironments(figure) {
+  const [begin, end] = ["environments.", `.${figure}`];
+  return (table) => {
+    const found = table.names.filter((name) => name.startsWith(begin) && name.endsWith(end));
+    return columns(
+      ...found.map((name) => /** @type {[string, string]} */ ([name, name.slice(begin.length, -end.length)])),
+    )(table);
+  };
+}
+
 /** The phases of a step; old runs have the seconds of some of them in their metrics. @param {RunTable} table */
 function phases(table) {
   const found = family("phases.")(table);
@@ -140,6 +155,12 @@ export const CHARTS = [
     zero: true,
   },
   { id: "turns", title: "Turns", hint: "Turns an episode", lines: columns("turns"), zero: true },
+  {
+    id: "environments",
+    title: "Reward by environment",
+    hint: "Mean reward of the scored episodes of each environment of a mixture",
+    lines: ofEnvironments("reward"),
+  },
   {
     id: "entropy",
     title: "Entropy",
