@@ -91,6 +91,8 @@ class AgentLoop:
         """
         if replacements < 0:
             raise BadRequestError(f"replacements must be at least 0, not {replacements}.")
+        if renderer is None and not isinstance(environment, Mapping):
+            raise BadRequestError("AgentLoop needs a renderer for its environment.")
         if max_concurrency is not None and max_concurrency < 1:
             raise BadRequestError(f"max_concurrency must be at least 1 or None, not {max_concurrency}.")
         given = [engine] if isinstance(engine, EngineBase | str) else list(engine)
@@ -121,9 +123,8 @@ class AgentLoop:
         setups: dict[str | None, EnvironmentSetup] = {}
         if isinstance(environment, Mapping):
             setups.update(environment)
-        elif renderer is None:
-            raise BadRequestError("AgentLoop needs a renderer for its environment.")
         else:
+            assert renderer is not None
             setups[None] = EnvironmentSetup(environment, renderer, self.limits)
         for name, setup in setups.items():
             if isinstance(setup.renderer, TokenizerRenderer):

@@ -103,23 +103,20 @@ class EnvironmentDraw:
         next group, each environment with its next task. A group that was drawn and not trained keeps its task if the
         environment is still there. Raise BadRequestError if the state of the checkpoint cannot be read.
         """
-        before = None if progress.draw is None else _Order(_state(progress.draw))
-        own = self._order.state
-        is_asynchronous = progress.next_group is not None
-        if before is not None and before.has_order_of(own, counts_in_steps=not is_asynchronous):
+        before, own = None if progress.draw is None else _Order(_state(progress.draw)), self._order.state
+        # Without the number of the next group, it follows from the step.
+        goes_on = progress.next_group is not None
+        if before is not None and before.has_order_of(own, counts_in_steps=not goes_on):
             self._order = _Order(msgspec.structs.replace(own, start=before.state.start))
             return
-        group, undone = progress.next_step * own.groups, progress.undone_groups or []
-        if progress.next_group is not None:
-            group = progress.next_group
+        group = progress.next_step * own.groups if progress.next_group is None else progress.next_group
+        undone = progress.undone_groups or []
         if before is None:  # the other run had one environment. It may be any of these, so no task of it comes again
-            start = DrawStart(group=group, counts=dict.fromkeys(own.shares, group))
-            orphans = [(number, "", number) for number in undone]
-            start = msgspec.structs.replace(start, undone=orphans)
+            counts, drawn = dict.fromkeys(own.shares, group), [(number, "", number) for number in undone]
         else:
-            done = group if is_asynchronous else progress.next_step * before.state.groups
+            counts = before.counts_before(group if goes_on else progress.next_step * before.state.groups)
             drawn = [(number, *before.of_group(number)) for number in undone]
-            start = DrawStart(group=group, counts=before.counts_before(done), undone=drawn)
+        start = DrawStart(group=group, counts=counts, undone=drawn)
         self._order = _Order(msgspec.structs.replace(own, start=start))
 
 

@@ -48,7 +48,8 @@ def episode_answer(run: WatchedRun, row: str, query: Query) -> bytes:
     shown.turns, shown.tokens = len(trajectory.turns), len(trajectory.tokens)
     if branch is not None:
         shown.sampled, shown.logprob = branch.sampled, number(branch.logprob)
-    environment = run.tail.settings.get("environment") or run.tail.settings.get("env_url")
+    settings = run.tail.settings
+    environment = trajectory.task.environment or settings.get("environment") or settings.get("env_url")
     answer = answers.Episode(
         row=shown,
         error=head(trajectory.error or "", _TEXT),
