@@ -90,7 +90,7 @@ class Episode(msgspec.Struct, kw_only=True):
     error: str
     """The whole error, up to 4,000 characters."""
     environment: str | None
-    """What the run played, if its settings say so."""
+    """What was played: the name in a mixture, or what the settings of the run say. None if they do not say."""
     sampling_seed: str | None
     resumes: int
     turns: list[Turn]
