@@ -93,6 +93,8 @@ def test_training_moves_the_policy_and_not_the_reference(policy_folder: Path) ->
     learned = [trainer.update(trainer.samples(make_trajectories()), step) for step in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.reference.policy.parameters(), strict=True))
     assert all("kl_reference" in each.losses for each in learned)
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
+    assert [name for name in learned[0].losses if f"| `{name}` |" not in page] == []
 
 
 @one_rank
