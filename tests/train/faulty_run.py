@@ -1,6 +1,6 @@
 """`python -m tests.train.faulty_run FAULT RANK [grpo's arguments]`: a GRPO run in which one rank has a fault.
 
-There is neither a server nor an environment: a player makes trajectories that are a function of the task, so a resumed
+With arguments of `ppo` it is a run of PPO. There is neither a server nor an environment: a player makes trajectories that are a function of the task, so a resumed
 run has exactly the weights of a run without a fault.
 """
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
-from verl_server.train import grpo, run_end
+from verl_server.train import grpo, ppo, run_end
 from verl_server.train import run as run_module
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.journal import GroupJournal
@@ -296,7 +296,8 @@ def main(arguments: Sequence[str]) -> int:
         patch(run_module, "RolloutServers", lambda *_, **__: servers)
         patch(run_module, "check_environments", lambda *_: None)
         _inject(fault if rank == "all" or mine == int(rank) else "none", player, patch)
-        return grpo.main(rest)
+        is_ppo = any(argument.startswith("--ppo.") for argument in rest)
+        return (ppo if is_ppo else grpo).main(rest)
 
 
 if __name__ == "__main__":

@@ -47,9 +47,11 @@ def _heeded_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-def play(fault: str, rank: int | str, ranks: int, model: Path, out: Path, *more: str) -> list[int | None]:
+def play(
+    fault: str, rank: int | str, ranks: int, model: Path, out: Path, *more: str, settings: list[str] = SETTINGS
+) -> list[int | None]:
     """Run until it ends; the exit status of each rank. A run on one rank that ends in order needs no process."""
-    arguments = [fault, str(rank), "--model-path", str(model), "--out", str(out), *SETTINGS, *more]
+    arguments = [fault, str(rank), "--model-path", str(model), "--out", str(out), *settings, *more]
     out.mkdir(parents=True, exist_ok=True)
     if ranks == 1 and fault not in ENDS_THE_PROCESS:
         with log_of(out).open("w") as log, contextlib.redirect_stderr(log):
@@ -208,6 +210,20 @@ def test_the_groups_of_a_step_that_was_killed_are_not_played_again(
     assert kept[3] == 0 and kept[2] in ((2,) if ranks == 1 else (1, 2))
     straight, resumed = reference.weights(ranks, "float32", True), weights(out)
     assert ranks != later or all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+def test_ppo_keeps_the_groups_of_a_step_that_was_killed(reference: Reference, tmp_path: Path) -> None:
+    settings = [setting.replace("--grpo.", "--ppo.") for setting in SETTINGS] + ["--ppo.critic-warmup-steps", "0"]
+    model = reference.model(True)
+    straight, out = tmp_path / "straight", tmp_path / "run"
+    assert play("none", 0, 1, model, straight, settings=settings) == [0], log_of(straight).read_text()[-6000:]
+    codes = play("SIGKILL in training", 0, 1, model, out, settings=settings)
+    assert codes == [-signal.SIGKILL] and next_step(out) == 2, log_of(out).read_text()[-6000:]
+    assert play("none", 0, 1, model, out, "--resume", settings=settings) == [0], log_of(out).read_text()[-6000:]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kept_groups"] for line in lines if line["step"] >= 2] == [2, 0]
+    expected, resumed = weights(straight), weights(out)
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
 KEPT = {"torn": 1, "disk": 1, "SIGKILL in rollout": -signal.SIGKILL, "two signals": -signal.SIGTERM}

@@ -428,10 +428,15 @@ class GRPO:
         return True
 
 
-@contextlib.contextmanager
-def open_grpo(args: TrainArgs, parts: RunParts) -> Iterator[GRPO]:
-    """Yield the algorithm of a run with the options `args`. Each rank plays its groups in a thread of its own."""
+def open_grpo(args: TrainArgs, parts: RunParts) -> contextlib.AbstractContextManager[GRPO]:
+    """Return the algorithm of a run with the options `args`, to be opened."""
     trainer = PolicyTrainer(parts.policy, args.grpo, args.steps, parts.device, parts.reference)
+    return open_synchronous(args, parts, trainer)
+
+
+@contextlib.contextmanager
+def open_synchronous(args: TrainArgs, parts: RunParts, trainer: PolicyTrainer) -> Iterator[GRPO]:
+    """Yield the run of `trainer` with the options `args`. Each rank plays its groups in a thread of its own."""
     journal = GroupJournal(args.out, parts.ranks.rank, parts.ranks.size, parts.files.note)
     with (
         contextlib.closing(journal),

@@ -21,10 +21,10 @@ checkpoints, metrics. To change the algorithm, copy this file.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -36,12 +36,10 @@ from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import Trained
 from verl_server.train.critic import Critic, load_critic
 from verl_server.train.critic_trainer import CriticTrainer, States, Targets, describe_values
-from verl_server.train.environment_draw import draw_of
 from verl_server.train.gae import TurnChain, gae, padded
-from verl_server.train.grpo import GRPO, PolicyTrainer
+from verl_server.train.grpo import GRPO, PolicyTrainer, open_synchronous
 from verl_server.train.kl import token_penalties
 from verl_server.train.metrics import Learned
-from verl_server.train.players import open_player
 from verl_server.train.policy import Policy
 from verl_server.train.ppo_options import AsyncPPOTrainArgs, PPOConfig, PPOTrainArgs
 from verl_server.train.ranks import over_ranks
@@ -152,13 +150,9 @@ def make_ppo_trainer(args: PPOTrainArgs | AsyncPPOTrainArgs, parts: RunParts) ->
     return PPOTrainer(parts.policy, critic, args.grpo, args.steps, parts.device, parts.reference)
 
 
-@contextlib.contextmanager
-def open_ppo(args: PPOTrainArgs, parts: RunParts) -> Iterator[GRPO]:
-    """Yield the algorithm of a run with the options `args`. Each rank plays its episodes in a thread of its own."""
-    trainer = make_ppo_trainer(args, parts)
-    with open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player:
-        parties = trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation
-        yield GRPO(*parties, draw=draw_of(args))
+def open_ppo(args: PPOTrainArgs, parts: RunParts) -> AbstractContextManager[GRPO]:
+    """Return the algorithm of a run with the options `args`, to be opened."""
+    return open_synchronous(args, parts, make_ppo_trainer(args, parts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
