@@ -24,7 +24,7 @@ from benchmarks.group_fates import evaluation_counts, group_fates, step_fates
 from benchmarks.processes import has_ended, process_tree
 from verl_server.errors import BadRequestError
 from verl_server.rollout.environments.env_server import EnvServer
-from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint, load_checkpoint
+from verl_server.train.checkpoints import POLICY, check_checkpoint, latest_checkpoint, load_checkpoint
 from verl_server.train.evaluations import best_evaluated_step
 from verl_server.train.journal import read_groups
 from verl_server.train.policy import load_policy
@@ -148,7 +148,8 @@ class KillCase:
             policy = load_policy(str(self.settings.model), torch.device("cpu"), compute_dtype=torch.float32)
             try:
                 check_checkpoint(checkpoint)
-                load_checkpoint(checkpoint, policy, torch.optim.AdamW(policy.parameters(), 1e-3, (0.9, 0.95)))
+                optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, (0.9, 0.95))
+                load_checkpoint(checkpoint, {POLICY: (policy, optimizer)})
             except (BadRequestError, OSError) as error:
                 return str(error)
         return None

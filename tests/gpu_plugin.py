@@ -27,7 +27,7 @@ from tests.cuda_files import TESTS, names_cuda
 MOST_SECONDS = 600.0
 """Longest wait for the GPUs. Not part of the timeout of the test, which pytest-timeout measures."""
 _INTERVAL = 0.02
-WITHOUT_GPU = {"tiny_llama", "tiny_qwen2", "tiny_qwen3", "text_folder", "cpu_kernels"}
+WITHOUT_GPU = {"tiny_llama", "tiny_qwen2", "tiny_qwen3", "text_folder", "cpu_kernels", "one_thread"}
 """Fixtures of a wider scope than a test that hold no GPU."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from verl_server.ipc.child_process import ChildProcess
 from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.server_args import ServerArgs
+from verl_server.train.checkpoint_writer import CheckpointWriter, SavedRun
 from verl_server.train.demo import make_policy_folder
-from verl_server.train.ranks import setup_ranks
+from verl_server.train.ranks import SaveGroup, all_ranks, setup_ranks
 from verl_server.train.rollout_report import RolloutReport, report_rollout
+from verl_server.train.run import Algorithm
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -95,3 +98,14 @@ def make_report(trajectories: list[Trajectory], kept: int, rank: int = 0, second
     return report_rollout(
         trajectories, kept, seconds, step=4, rank=rank, env_url="http://env:1", server_url="http://server:2"
     )
+
+
+def make_writer(run: SavedRun, out: Path, **settings: Any) -> CheckpointWriter:
+    """Return the writer of the checkpoints of a run, which keeps one of them."""
+    groups = (SaveGroup.of_all_ranks(), SaveGroup.of_all_ranks())
+    return CheckpointWriter(out, run, all_ranks(), *groups, **({"keep": 1} | settings))
+
+
+def save_at_once(run: Algorithm, out: Path) -> None:
+    """Save a run, and wait until the checkpoint is on the disk."""
+    make_writer(run, out).finish(run.progress())

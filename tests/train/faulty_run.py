@@ -1,7 +1,7 @@
 """`python -m tests.train.faulty_run FAULT RANK [grpo's arguments]`: a GRPO run in which one rank has a fault.
 
-With arguments of `ppo` it is a run of PPO. There is neither a server nor an environment: a player makes trajectories that are a function of the task, so a resumed
-run has exactly the weights of a run without a fault.
+With arguments of `ppo` it is a run of PPO. There is neither a server nor an environment: a player makes trajectories
+that are a function of the task, so a resumed run has exactly the weights of a run without a fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
-from verl_server.train import grpo, ppo, run_end
+from verl_server.train import checkpoint_writer, grpo, journal, ppo, run_end
 from verl_server.train import run as run_module
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.journal import GroupJournal
@@ -111,6 +111,8 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
     roll_out = GRPO._roll_out
 
     def noted(run: GRPO, *arguments: Any) -> Any:
+        if run.next_step == STEP and fault != "none" and "in a save" not in fault:
+            wait_for_checkpoint()  # the one before the fault is on the disk
         step["now"] = run.next_step
         return roll_out(run, *arguments)
 
@@ -219,6 +221,48 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
                 return forward(policy, *arguments, **settings)
 
             patch(Policy, "forward", killed)
+        case "SIGTERM in a save":  # in the rollout of a step that began while a checkpoint is written
+            signalled_meanwhile = hold_checkpoint(patch)
+
+            async def told() -> None:
+                if step["now"] == STEP:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    signalled_meanwhile.set()
+                    await asyncio.sleep(600)
+
+            player.wait = told
+        case "SIGKILL in a save":  # in a step that began while a checkpoint is written; its groups are in the journal
+            hold_checkpoint(patch)
+            patch(journal, "_COMPACT_BYTES", 1)
+            opened: list[GroupJournal] = []
+
+            class Opened(GroupJournal):
+                def __init__(self, *arguments: Any) -> None:
+                    super().__init__(*arguments)
+                    opened.append(self)
+
+            patch(grpo, "GroupJournal", Opened)
+
+            def killed_meanwhile(trainer: PolicyTrainer, samples: Any, number: int) -> Any:
+                if number == STEP:
+                    opened[0].close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return update(trainer, samples, number)
+
+            patch(PolicyTrainer, "update", killed_meanwhile)
+        case "full disk in a save":
+            full_fsync = os.fsync
+
+            def full_meanwhile(descriptor: int) -> None:
+                name = os.readlink(f"/proc/self/fd/{descriptor}")
+                if (
+                    threading.current_thread().name == checkpoint_writer.THREAD
+                    and f".checkpoint-{STEP}.partial" in name
+                ):
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                full_fsync(descriptor)
+
+            patch(os, "fsync", full_meanwhile)
         case "two signals":
 
             def signalled_twice(*_: Any) -> None:
@@ -266,6 +310,26 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
             patch(RunWriter, "record", fails)
         case _:
             raise ValueError(fault)
+
+
+def hold_checkpoint(patch: Callable[[Any, str, Any], None]) -> threading.Event:
+    """Let the checkpoint of `STEP` get its name when the event is set that is returned."""
+    proceed, replace = threading.Event(), os.replace
+
+    def held(source: Any, target: Any) -> None:
+        if os.path.basename(target) == f"checkpoint-{STEP}":
+            proceed.wait(60)
+        replace(source, target)
+
+    patch(os, "replace", held)
+    return proceed
+
+
+def wait_for_checkpoint() -> None:
+    """Wait until a checkpoint that is being written is on the disk."""
+    for thread in threading.enumerate():
+        if thread.name == checkpoint_writer.THREAD:
+            thread.join(60)
 
 
 def _fail(*_: Any) -> None:

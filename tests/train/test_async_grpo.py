@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.train.conftest import make_trajectory
+from tests.train.conftest import make_trajectory, save_at_once
 from tests.train.played_groups import OneServer, PlayedGroups, PolicyEngine, Pushes, ScriptedGroups
 from verl_server.logprob_gap import LogprobGapError
 from verl_server.rollout.agent_loop import AgentLoop
@@ -30,7 +30,7 @@ from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.journal import GroupJournal
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
-from verl_server.train.ranks import SaveGroup, all_ranks
+from verl_server.train.ranks import all_ranks
 from verl_server.train.run import Step
 from verl_server.train.run_advisor import RunAdvisor
 from verl_server.train.stopping import RunStoppedError, StopRequest
@@ -175,7 +175,7 @@ class Run:
     def save(self, folder: Path) -> Path:
         reached = self.algorithm.progress()
         folder.mkdir(exist_ok=True)
-        self.algorithm.save(folder, reached, SaveGroup.of_all_ranks())
+        save_at_once(self.algorithm, folder)
         checkpoint = latest_checkpoint(folder)
         assert checkpoint is not None and checkpoint.name == f"checkpoint-{reached.next_step}"
         return checkpoint

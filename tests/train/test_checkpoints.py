@@ -18,7 +18,6 @@ from verl_server.train.checkpoints import (
     Progress,
     _checksum,
     latest_checkpoint,
-    load_checkpoint,
     save_checkpoint,
     write_progress,
 )
@@ -27,6 +26,7 @@ from verl_server.train.metrics import describe_rollout
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
 from verl_server.train.rollout_report import RolloutReport
+from verl_server.train.run_end import Progressing
 from verl_server.train.run_folder import RunFolder
 from verl_server.train.run_writer import RunWriter
 
@@ -49,14 +49,11 @@ def train(trainer: PolicyTrainer, first: int, last: int) -> None:
 
 
 def save(trainer: PolicyTrainer, out: Path, step: int) -> Path:
-    scaling = trainer.scaling.state_dict()
-    return save_checkpoint(out, trainer.policy, trainer.optimizer, next_step=step, version=step, loss_scaling=scaling)
+    return save_checkpoint(out, trainer.state.models, trainer.state.progress(Progressing(step, step)))
 
 
 def load(trainer: PolicyTrainer, folder: Path) -> Progress:
-    progress = load_checkpoint(folder, trainer.policy, trainer.optimizer)
-    trainer.scaling.load_state_dict(progress.loss_scaling)
-    return progress
+    return trainer.state.load(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -84,7 +81,7 @@ def test_a_checkpoint_before_the_first_update(policy_folder: Path, tmp_path: Pat
     trainer = make_trainer(policy_folder)
     folder = save(trainer, tmp_path, 3)
     resumed = make_trainer(policy_folder)
-    assert load_checkpoint(folder, resumed.policy, resumed.optimizer).next_step == 3
+    assert load(resumed, folder).next_step == 3
     train(trainer, 3, 4)
     train(resumed, 3, 4)
     pairs = zip(trainer.policy.parameters(), resumed.policy.parameters(), strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.conftest import make_trajectory
+from tests.train.conftest import make_trajectory, save_at_once
 from tests.train.test_async_grpo import facts, playing, same, trainer_of, weights
 from verl_server.errors import BadRequestError
 from verl_server.files.record_file import RecordFile
@@ -21,7 +21,7 @@ from verl_server.train.checkpoints import Progress
 from verl_server.train.grpo import GRPO
 from verl_server.train.journal import FinishedGroup, GroupJournal, check_journals, read_groups
 from verl_server.train.kept_groups import KeptGroups, relabel
-from verl_server.train.ranks import SaveGroup, all_ranks
+from verl_server.train.ranks import all_ranks
 from verl_server.train.run_folder import RunFolder
 from verl_server.train.run_tasks import make_tasks
 from verl_server.train.step_journal import StepJournal, joined
@@ -220,6 +220,26 @@ def test_a_step_keeps_the_groups_of_exactly_its_weights(tmp_path: Path) -> None:
     assert names(joined(None, kept).trajectories) == [0, 1]
 
 
+@pytest.mark.parametrize(("is_saved", "stay"), [(False, [1, 2, 4]), (True, [2, 4])])
+def test_groups_stay_that_the_last_checkpoint_needs_or_the_one_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool, stay: list[int]
+) -> None:
+    monkeypatch.setattr("verl_server.train.journal._COMPACT_BYTES", 1)
+    journal = GroupJournal(tmp_path)
+    step = StepJournal(1, journal)
+    step.resume(tmp_path, Progress(1, 1, incarnation=A))
+    for number in (1, 2, 3, 4):
+        if number == 2:
+            step.saving(2)
+        for _ in range(9 if number == 3 else 1):  # of step 3 is more than of the others: it is removed
+            journal.put(number, f"{number}@{A}", number, rollout(f"{number}@{A}"))
+        step.step_ended(number + 1)
+    if is_saved:
+        step.saved(2)
+    journal.close()
+    assert [group.number for group in found(tmp_path)] == stay
+
+
 def test_tokens_of_other_weights_keep_their_labels() -> None:
     mixed = rollout(f"2@{A}", f"2@{X}", "free")
     relabel([mixed], Ancestors({A: 2}), WeightVersion(2, C))
@@ -242,7 +262,7 @@ def test_a_run_that_was_killed_in_a_rollout_continues_bit_for_bit(
         run.push()
         for _ in range(steps_before):
             run.step()
-        run.save(tmp_path, run.progress(), SaveGroup.of_all_ranks())
+        save_at_once(run, tmp_path)
         tasks = make_tasks(steps_before, run.trainer.config, 0, 2)
         write = run._journal.writer(steps_before, run.weight_version)
         loop.run_async(loop.arun(tasks, version=str(run.weight_version), on_group=write))
@@ -263,7 +283,7 @@ def test_a_run_that_was_killed_in_a_rollout_continues_bit_for_bit(
         loop.start = noted  # type: ignore[method-assign]
         finished: list[Trajectory] = []
         steps = [again.step(finished.append) for _ in range(4 - steps_before)]
-        again.save(tmp_path, again.progress(), SaveGroup.of_all_ranks())
+        save_at_once(again, tmp_path)
         journal.close()
     assert started == [4, *[12] * (3 - steps_before)] and len(finished) == 12 * (4 - steps_before)
     assert [step.metrics.kept_groups for step in steps] == [2, *[0] * (3 - steps_before)]
@@ -280,7 +300,7 @@ def test_a_step_all_of_whose_groups_had_finished_plays_none(policy_folder: Path,
         journal = GroupJournal(tmp_path)
         run = GRPO(trainer_of(policy_folder, 4), servers, loop, all_ranks(), journal=journal)  # type: ignore[arg-type]
         run.push()
-        run.save(tmp_path, run.progress(), SaveGroup.of_all_ranks())
+        save_at_once(run, tmp_path)
         run.step()
         journal.close()  # the run is killed before a checkpoint has the step
     expected = weights(run.trainer)

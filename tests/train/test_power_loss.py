@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tests.support.power_loss import Disk, Recording, recorded
+from tests.train.conftest import make_writer
+from tests.train.test_checkpoint_writer import Run
 from tests.train.test_checkpoints import load, make_trainer, save, train
 from tests.train.test_evaluations import evaluated
 from tests.train.test_kept_checkpoints import with_checkpoints
@@ -25,6 +28,7 @@ from verl_server.train.demo import make_policy_folder
 from verl_server.train.forks import fork_checkpoint
 from verl_server.train.kept_checkpoints import remove_old_checkpoints
 from verl_server.train.policy import save_policy
+from verl_server.train.run_end import Progressing
 from verl_server.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -41,8 +45,11 @@ def small_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(folder, "qwen3", vocab_size=40, num_attention_heads=1, **shape)
 
 
-def train_and_save(policy: Path, disk: Path, *, keep: int = 1) -> Recording:
-    """Train three steps with a checkpoint after each, of which the first is the best."""
+def train_and_save(policy: Path, disk: Path, *, keep: int = 1, in_background: bool = False) -> Recording:
+    """Train three steps with a checkpoint after each, of which the first is the best.
+
+    With `in_background`, each checkpoint is written while the next step trains.
+    """
     disk.mkdir()
     out = disk / RUN
     trainer = make_trainer(policy)
@@ -51,12 +58,18 @@ def train_and_save(policy: Path, disk: Path, *, keep: int = 1) -> Recording:
         folder.open(resume=False)
         folder.begin()
         recording.mark("begun")
+        writer = make_writer(Run(trainer, []), out, keep=keep, note=lambda event: recording.mark(event.name[11:]))
         for step in (1, 2, 3):
             train(trainer, step - 1, step)
-            save(trainer, out, step)
-            recording.mark(str(step))
-            evaluated(out, step, 1 / step)
-            remove_old_checkpoints(out, keep)
+            if in_background:
+                writer.begin(Progressing(step, step))
+                writer.when_saved(functools.partial(evaluated, out, step, 1 / step))
+            else:
+                save(trainer, out, step)
+                recording.mark(str(step))
+                evaluated(out, step, 1 / step)
+                remove_old_checkpoints(out, keep)
+        writer.close()
         folder.close()
     return recording
 
@@ -91,6 +104,13 @@ def failures(recording: Recording, there: Path) -> list[str]:
 
 def test_a_checkpoint_is_whole_or_has_no_name(small_policy: Path, tmp_path: Path) -> None:
     recording = train_and_save(small_policy, tmp_path / "disk")
+    assert failures(recording, tmp_path / "then") == []
+
+
+def test_a_checkpoint_that_is_written_beside_the_steps_is_whole_or_has_no_name(
+    small_policy: Path, tmp_path: Path
+) -> None:
+    recording = train_and_save(small_policy, tmp_path / "disk", in_background=True)
     assert failures(recording, tmp_path / "then") == []
 
 

@@ -13,7 +13,7 @@ from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.batches import MicroBatch, Sample
-from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.checkpoints import POLICY, save_checkpoint
 from verl_server.train.critic import Critic, load_critic
 from verl_server.train.critic_trainer import States, Targets, describe_values
 from verl_server.train.finite_check import NonFiniteError
@@ -22,6 +22,8 @@ from verl_server.train.losses import value_loss
 from verl_server.train.policy import Policy, load_policy
 from verl_server.train.ppo import PPOTrainer, whiten
 from verl_server.train.ppo_options import PPOConfig
+from verl_server.train.run_end import Progressing
+from verl_server.train.trainer_state import TrainerState
 
 CPU = torch.device("cpu")
 CONFIG = PPOConfig(
@@ -181,16 +183,10 @@ def test_a_resumed_run_is_the_run(policy_folder: Path, tmp_path: Path, dtype: to
     for step in range(3):
         straight.update(samples_of(straight, step), step)
         interrupted.update(samples_of(interrupted, step), step)
-        folder = save_checkpoint(
-            tmp_path,
-            interrupted.policy,
-            interrupted.optimizer,
-            further=interrupted.further,
-            next_step=step + 1,
-            version=step + 1,
-        )
+        state = interrupted.state
+        folder = save_checkpoint(tmp_path, state.models, state.progress(Progressing(step + 1, step + 1)))
         interrupted = make_trainer(policy_folder, config, dtype)
-        progress = load_checkpoint(folder, interrupted.policy, interrupted.optimizer, interrupted.further)
+        progress = interrupted.state.load(folder)
         assert progress.has_optimizer_state == (step > 0) and progress.further == {"critic": True}
         ours, theirs = weights(interrupted), weights(straight)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -198,9 +194,10 @@ def test_a_resumed_run_is_the_run(policy_folder: Path, tmp_path: Path, dtype: to
 
 def test_a_checkpoint_of_other_models_is_refused(policy_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(policy_folder)
-    folder = save_checkpoint(tmp_path, trainer.policy, trainer.optimizer, next_step=1, version=1)
+    alone = TrainerState({POLICY: trainer.state.models[POLICY]}, trainer.scaling)
+    folder = save_checkpoint(tmp_path, alone.models, alone.progress(Progressing(1, 1)))
     with pytest.raises(BadRequestError, match=r"has the models \['policy'\], and this run has \['critic', 'policy'\]"):
-        load_checkpoint(folder, trainer.policy, trainer.optimizer, trainer.further)
+        trainer.state.load(folder)
 
 
 def test_a_critic_that_diverges_ends_the_run_with_finite_weights(policy_folder: Path) -> None:

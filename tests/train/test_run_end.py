@@ -30,6 +30,7 @@ from verl_server.watch.run_records import Alarm, CheckpointSaved, RunEnded
 
 STEPS = 4
 ENDS_THE_PROCESS = ("SIGTERM, but the rollout goes on", "SIGKILL in rollout", "SIGKILL in training", "two signals")
+ENDS_THE_PROCESS += ("SIGKILL in a save",)
 SETTINGS = ["--env-url", "http://nowhere", "--no-chat", "--device", "cpu", "--retry-pause", "0", "--steps", str(STEPS)]
 SETTINGS += ["--grpo.groups", "2", "--grpo.group-size", "4", "--grpo.minibatches", "2", "--grpo.epochs", "1"]
 SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--save-every", "1", "--save-timeout", "20"]
@@ -210,6 +211,39 @@ def test_the_groups_of_a_step_that_was_killed_are_not_played_again(
     assert kept[3] == 0 and kept[2] in ((2,) if ranks == 1 else (1, 2))
     straight, resumed = reference.weights(ranks, "float32", True), weights(out)
     assert ranks != later or all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+SAVE_ENDS = {"SIGTERM in a save": 143, "SIGKILL in a save": -signal.SIGKILL, "full disk in a save": 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("end", SAVE_ENDS)
+def test_a_run_that_ends_while_a_checkpoint_is_written(
+    reference: Reference, tmp_path: Path, end: str, ranks: int
+) -> None:
+    """Steps go on beside the save, and its end is waited for. If it has none, the checkpoint before is the result."""
+    out, model = tmp_path / "run", reference.model(True)
+    codes = play(end, ranks - 1 if "disk" in end else 0, ranks, model, out)
+    log = log_of(out).read_text()
+    assert codes[0] == SAVE_ENDS[end] and None not in codes, (codes, log[-6000:])
+    names = [event.name for event in read_events(out) if isinstance(event, CheckpointSaved)]
+    if end == "SIGKILL in a save":
+        assert next_step(out) == 1 and names == ["checkpoint-1"] and list(out.glob(".checkpoint-2.partial"))
+    elif end == "SIGTERM in a save":
+        assert codes == [143] * ranks and next_step(out) == 2 and "--resume continues the run" in log
+        assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-2"]
+    else:
+        assert codes == [1] * ranks and next_step(out) in (2, 3) and "--resume continues the run" in log
+        assert "checkpoint-2 could not be written (OSError: [Errno 28] No space left on device)" in log
+        assert "checkpoint-1 is still valid" in log and "Traceback" not in log
+        assert names == ["checkpoint-1", f"checkpoint-{next_step(out)}"]
+    assert play("none", 0, ranks, model, out, "--resume") == [0] * ranks, log_of(out).read_text()[-6000:]
+    straight, resumed = reference.weights(ranks, "float32", True), weights(out)
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+    if end == "SIGKILL in a save":  # rank 0 had played the groups of the step with which the run continues
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        kept = [line["kept_groups"] for line in lines if line["incarnation"] == lines[-1]["incarnation"]]
+        assert kept[0] >= (2 if ranks == 1 else 1) and sum(kept[1:]) == 0, kept
 
 
 def test_ppo_keeps_the_groups_of_a_step_that_was_killed(reference: Reference, tmp_path: Path) -> None:

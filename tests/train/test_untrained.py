@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.conftest import make_trajectory
+from tests.train.conftest import make_trajectory, make_writer
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import Trajectory, read_jsonl
 from verl_server.train.checkpoints import Progress, write_progress
@@ -40,14 +40,13 @@ class Run:
 
 def end(folder: Path, is_trained: bool = False) -> Run:
     run: Any = Run(is_trained)
-    saving: Any = None
     advisor: Any = None
     ranks: Any = None
     trackers: Any = None
     args = TrainArgs(model_path="unused", env_url="http://unused", steps=9)
     with pytest.raises(RunStoppedError):
-        files = RunWriter(folder, "00000001")
-        _run_steps(args, run, files, StopRequest(), saving, advisor, Evaluations(args, files, ranks), trackers)
+        files, writer = RunWriter(folder, "00000001"), make_writer(run, folder)
+        _run_steps(args, run, files, StopRequest(), writer, advisor, Evaluations(args, files, ranks), trackers)
     return run
 
 

@@ -38,7 +38,7 @@ from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train import run
 from verl_server.train.ages import Ages, describe_ages
 from verl_server.train.batches import Sample
-from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.checkpoints import Progress
 from verl_server.train.environment_draw import EnvironmentDraw, draw_of
 from verl_server.train.evaluation import OnEvaluated
 from verl_server.train.gap_probe import GapProbe
@@ -48,7 +48,6 @@ from verl_server.train.journal import GroupJournal
 from verl_server.train.kept_groups import KeptGroups
 from verl_server.train.metrics import describe_rollout, note_learned
 from verl_server.train.options import AsyncTrainArgs
-from verl_server.train.ranks import SaveGroup
 from verl_server.train.rollout_report import RolloutReport, report_rollout
 from verl_server.train.rollouts.group_buffer import Group, GroupBuffer, Wait
 from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, NowServed, PlayGroup
@@ -164,6 +163,7 @@ class AsyncGRPO:
         self.trainer = trainer
         self.servers = servers
         self.steps = trainer.steps
+        self.state = trainer.state
         self.next_step = 0
         self.version = 0
         """Number of the served version: the number of pushes since version 0."""
@@ -418,36 +418,28 @@ class AsyncGRPO:
             return Progressing(self.next_step, self.version)
         return Progressing(trained + 1, self.version + 1)
 
-    def save(self, folder: Path, reached: Progressing, saving: SaveGroup) -> None:
-        """Write a checkpoint of the state `reached` into `folder`. All ranks call it.
+    def checkpoint(self, reached: Progressing) -> Progress:
+        """Return the progress of a checkpoint of the state `reached`, which is written now.
 
         It has the groups that are not trained, so that a resumed run trains each of them, and none twice.
         """
         next_group, undone = self._buffer.next_group, self._buffer.undone_at(reached.next_step)
-        save_checkpoint(
-            folder,
-            self.trainer.policy,
-            self.trainer.optimizer,
-            next_step=reached.next_step,
-            version=reached.version,
-            incarnation=self._incarnation,
-            loss_scaling=self.trainer.scaling.state_dict(),
-            next_group=next_group,
-            undone_groups=undone,
-            ancestors=self._kept.ancestors.forks,
-            draw=None if self._draw is None else self._draw.state(),
-            further=self.trainer.further,
-            saving=saving,
-        )
-        self._buffer.note_saved(reached.version, next_group, undone)
+        self._buffer.note_saving(reached.version, next_group, undone)
+        progress = self.state.progress(reached, self._incarnation, self._kept.ancestors)
+        draw = None if self._draw is None else self._draw.state()
+        return replace(progress, next_group=next_group, undone_groups=undone, draw=draw)
+
+    def saved(self, progress: Progress) -> None:
+        """Remove the finished groups that the checkpoint of `progress`, which is on the disk, counts as done."""
+        self._buffer.note_saved()
         if self._journal is not None:
-            self._journal.keep(self._buffer.needed(reached.next_step, self._incarnation), at_once=True)
+            next_step = max(self.next_step, progress.next_step)  # a step that ended with an error counts
+            self._journal.keep(self._buffer.needed(next_step, self._incarnation), at_once=True)
 
     def load(self, checkpoint: Path) -> None:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
-        progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer, self.trainer.further)
+        progress = self.state.load(checkpoint)
         self.next_step, self.version = progress.next_step, progress.version
-        self.trainer.scaling.load_state_dict(progress.loss_scaling)
         # A synchronous run, of which this one is a fork, has trained the groups of each step in their order.
         in_order = progress.next_step * self._buffer.groups
         next_group = in_order if progress.next_group is None else progress.next_group

@@ -5,25 +5,26 @@ checksum of itself, so that an error names a lost or damaged file before a run c
 
 All ranks call `save_checkpoint` and `load_checkpoint` together. Every rank writes its own shards (torch's distributed
 checkpoint), so a run may continue on another number of ranks. No random state is stored: episodes, draws and the order
-of training are functions of the seed and the step.
+of training are functions of the seed and the step. `checkpoint_writer` calls the two halves of `save_checkpoint`,
+`state_of` and `write_checkpoint`, to write while the steps go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -78,6 +79,8 @@ class Progress:
 Model = Policy | Critic
 Trained = tuple[Model, torch.optim.Optimizer]
 """A model and its optimizer."""
+POLICY = "policy"
+"""Name of the policy among the models of a trainer. A checkpoint has the keys of the others under their names."""
 
 
 class CheckpointError(VerlServerError):
@@ -200,36 +203,23 @@ def _file_checksum(file: Path) -> str:
 
 
 def save_checkpoint(
-    out: Path,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    *,
-    further: Mapping[str, Trained] = MappingProxyType({}),
-    next_step: int,
-    version: int,
-    loss_scaling: dict[str, Any] | None = None,
-    incarnation: str | None = None,
-    next_group: int | None = None,
-    undone_groups: list[int] | None = None,
-    ancestors: Mapping[str, int] | None = None,
-    draw: dict[str, Any] | None = None,
-    saving: SaveGroup | None = None,
+    out: Path, models: Mapping[str, Trained], progress: Progress, saving: SaveGroup | None = None
 ) -> Path:
+    """Write a checkpoint of `models`, which have reached `progress`, and return its folder; see `write_checkpoint`.
+
+    By default, the connections are made for this call.
+    """
+    return write_checkpoint(out, state_of(models, progress), progress, saving or SaveGroup.of_all_ranks())
+
+
+def write_checkpoint(out: Path, state: dict[str, Any], progress: Progress, saving: SaveGroup) -> Path:
     """Write a checkpoint to a folder of its own, beside those of earlier steps, and return the folder.
 
-    The folder appears when all of it is on the disk; `kept_checkpoints` removes older ones then. Do nothing if the
-    newest checkpoint already is of this step. `further` are models beside the policy, by name.
-    `loss_scaling` is the result of `LossScaling.state_dict()`. `incarnation` is that of the version.
-    `next_group`, `undone_groups`, `ancestors` and `draw` are those of `Progress`. `saving` has the connections to use;
-    by default they are made for this call. Raise CheckpointError on all ranks if a rank cannot write.
+    `state` is the result of `state_of`, or a copy of it in host memory. The folder appears when all of it is on the
+    disk; `kept_checkpoints` removes older ones then. Do nothing if the newest checkpoint already is of this step. All
+    ranks call it, in any thread. Raise CheckpointError on all ranks if a rank cannot write, or is lost.
     """
-    saving = saving or SaveGroup.of_all_ranks()
-    folder = out / f"checkpoint-{next_step}"
-    has_state, older = bool(optimizer.state), dict(ancestors or {}) or None
-    progress = Progress(next_step, version, has_state, loss_scaling, incarnation, next_group, undone_groups, older)
-    progress = replace(progress, draw=draw)
-    if further:
-        progress = replace(progress, further={name: bool(own.state) for name, (_, own) in further.items()})
+    folder = out / f"checkpoint-{progress.next_step}"
 
     def begin(_: list[bytes]) -> str | None:
         return None if latest_checkpoint(out) == folder and _is_whole(folder) else str(temporary_folder(folder))
@@ -237,19 +227,19 @@ def save_checkpoint(
     def finish(_: list[bytes]) -> None:
         write_progress(Path(unfinished), progress)
         for lines in out.glob("*.jsonl"):  # the steps before this one are not run again
-            flush(lines)
+            with contextlib.suppress(FileNotFoundError):  # the oldest segment of a bounded file was removed
+                flush(lines)
         publish(folder)
 
     try:
         unfinished = saving.ranks.call("save_checkpoint", begin)
         if unfinished is None:
             return folder
-        state: dict[str, Any] = {}
-        for prefix, model, own, has_state in _parts((policy, optimizer), further, progress):
-            state |= _state_to_save(prefix, model, own, has_state)
-        state_dict_saver.save(state, checkpoint_id=unfinished, process_group=saving.process_group)
+        # Copying ahead would use CUDA of whatever thread writes. The disk is slower than the copies.
+        writer = FileSystemWriter(unfinished, per_thread_copy_ahead=0)
+        state_dict_saver.save(state, storage_writer=writer, process_group=saving.process_group)
         saving.ranks.call("save_checkpoint: finish", finish)
-    except (CheckpointException, BadRequestError, OSError) as error:
+    except (Exception, CheckpointException) as error:  # torch derives its own from BaseException
         if saving.ranks.rank == 0:
             discard(folder)
         reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -259,24 +249,19 @@ def save_checkpoint(
     return folder
 
 
-def load_checkpoint(
-    folder: Path,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    further: Mapping[str, Trained] = MappingProxyType({}),
-) -> Progress:
+def load_checkpoint(folder: Path, models: Mapping[str, Trained]) -> Progress:
     """Restore the models and their optimizers in place, and return the progress of the run.
 
-    `further` are those of `save_checkpoint`. `check_checkpoint` has read all files before. Raise BadRequestError if
-    they cannot be read, or if they have other models.
+    `check_checkpoint` has read all files before. Raise BadRequestError if they cannot be read, or if they have other
+    models.
     """
     progress = _progress(_read_values(folder), folder)
-    if (found := set(progress.further or {})) != set(further):
+    if (found := {POLICY, *(progress.further or {})}) != set(models):
         raise BadRequestError(
-            f"The checkpoint {folder} has the models {sorted({'policy', *found})}, and this run has "
-            f"{sorted({'policy', *further})}. Continue it with the command that began it."
+            f"The checkpoint {folder} has the models {sorted(found)}, and this run has {sorted(models)}. Continue it "
+            "with the command that began it."
         )
-    parts = list(_parts((policy, optimizer), further, progress))
+    parts = list(_parts(models, progress))
     state: dict[str, Any] = {}
     for prefix, model, own, has_state in parts:
         state |= _state_to_load(prefix, model, own, has_state)
@@ -293,13 +278,26 @@ def load_checkpoint(
     return progress
 
 
+def state_of(models: Mapping[str, Trained], progress: Progress) -> dict[str, Any]:
+    """Return the state dictionaries that a checkpoint stores, with this rank's shards of weights and optimizers.
+
+    They have the stored parameters themselves, which are also right after an error inside a pass.
+    """
+    state: dict[str, Any] = {}
+    for prefix, model, optimizer, has_state in _parts(models, progress):
+        state |= _state_to_save(prefix, model, optimizer, has_state)
+    return state
+
+
 def _parts(
-    first: Trained, further: Mapping[str, Trained], progress: Progress
+    models: Mapping[str, Trained], progress: Progress
 ) -> Iterator[tuple[str, Model, torch.optim.Optimizer, bool]]:
-    """Yield (prefix of the keys, model, optimizer, whether it has a state) of the policy, then of the others."""
-    yield "", *first, progress.has_optimizer_state
-    for name, trained in further.items():
-        yield f"{name}.", *trained, (progress.further or {})[name]
+    """Yield (prefix of the keys, model, optimizer, whether it has a state) of each model."""
+    for name, trained in models.items():
+        if name == POLICY:
+            yield "", *trained, progress.has_optimizer_state
+        else:
+            yield f"{name}.", *trained, (progress.further or {})[name]
 
 
 def _is_whole(folder: Path) -> bool:
@@ -325,7 +323,7 @@ def _state_to_load(
 def _state_to_save(
     prefix: str, model: Model, optimizer: torch.optim.Optimizer, has_optimizer_state: bool
 ) -> dict[str, Any]:
-    """Return the same dictionaries from the stored parameters, which are also right after an error inside a pass."""
+    """Return the same dictionaries from the stored parameters."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.checkpoint_weights()}
     state: dict[str, Any] = {f"{prefix}model": {name: parameter.detach() for parameter, name in names.items()}}
     if has_optimizer_state:

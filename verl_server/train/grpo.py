@@ -34,7 +34,7 @@ from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.trajectory import Trajectory, by_episode
 from verl_server.train import run
 from verl_server.train.batches import MicroBatch, Sample, pack_alike, sampled_positions
-from verl_server.train.checkpoints import Trained, load_checkpoint, save_checkpoint
+from verl_server.train.checkpoints import POLICY, Progress
 from verl_server.train.environment_draw import EnvironmentDraw, draw_of
 from verl_server.train.evaluation import OnEvaluated, play_held_out
 from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
@@ -47,7 +47,7 @@ from verl_server.train.metrics import Learned, describe_rollout, note_learned
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.players import Player, open_player
 from verl_server.train.policy import Policy
-from verl_server.train.ranks import SaveGroup, full, over_ranks
+from verl_server.train.ranks import full, over_ranks
 from verl_server.train.reference import Reference
 from verl_server.train.rollout_report import RolloutReport, merge_reports, report_rollout
 from verl_server.train.run import RunParts, Step
@@ -62,6 +62,7 @@ from verl_server.train.servers import RolloutServers
 from verl_server.train.step_journal import StepJournal, joined
 from verl_server.train.stopping import StopRequest
 from verl_server.train.trained_record import TrainedRecord
+from verl_server.train.trainer_state import TrainerState
 from verl_server.weight_version import WeightVersion, new_incarnation
 
 _PROBE_SECONDS = 1.0
@@ -121,15 +122,11 @@ class PolicyTrainer:
             policy.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
         )
         self.scaling = LossScaling(policy.compute_dtype, device)
+        self.state = TrainerState({POLICY: (policy, self.optimizer)}, self.scaling)
         self.steps = StepCounter()
         self.trained = TrainedRecord(config)
         self.reference = reference
         self._run_steps = steps
-
-    @property
-    def further(self) -> dict[str, Trained]:
-        """Name -> further models with their optimizers, for checkpoints. GRPO has none."""
-        return {}
 
     def samples(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
         """Return the trajectories to train on, with their advantages. The groups among `trajectories` are whole.
@@ -265,6 +262,7 @@ class GRPO:
         self.servers = servers
         self.player = player
         self.steps = trainer.steps
+        self.state = trainer.state
         self.next_step = 0
         self.version = 0
         """Number of the served version: one more than the number of the step that trained it; 0 before training."""
@@ -338,28 +336,20 @@ class GRPO:
         trained = -1 if self.steps.last_step is None else self.steps.last_step
         return Progressing(max(self.next_step, trained + 1), max(self.version, trained + 1))
 
-    def save(self, folder: Path, reached: Progressing, saving: SaveGroup) -> None:
-        """Write a checkpoint of the state `reached` into `folder`. All ranks call it."""
-        save_checkpoint(
-            folder,
-            self.trainer.policy,
-            self.trainer.optimizer,
-            next_step=reached.next_step,
-            version=reached.version,
-            incarnation=self._incarnation,
-            loss_scaling=self.trainer.scaling.state_dict(),
-            ancestors=self._journal.ancestors.forks,
-            draw=None if self._draw is None else self._draw.state(),
-            further=self.trainer.further,
-            saving=saving,
-        )
-        self._journal.saved(reached.next_step)
+    def checkpoint(self, reached: Progressing) -> Progress:
+        """Return the progress of a checkpoint of the state `reached`, which is written now."""
+        self._journal.saving(reached.next_step)
+        draw = None if self._draw is None else self._draw.state()
+        return replace(self.state.progress(reached, self._incarnation, self._journal.ancestors), draw=draw)
+
+    def saved(self, progress: Progress) -> None:
+        """Remove the finished groups that the checkpoint of `progress`, which is on the disk, counts as done."""
+        self._journal.saved(progress.next_step)
 
     def load(self, checkpoint: Path) -> None:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
-        progress = load_checkpoint(checkpoint, self.trainer.policy, self.trainer.optimizer, self.trainer.further)
+        progress = self.state.load(checkpoint)
         self.next_step, self.version = progress.next_step, progress.version
-        self.trainer.scaling.load_state_dict(progress.loss_scaling)
         self._journal.resume(checkpoint.parent, progress)
         if self._draw is not None:
             self._draw.resume(progress)

@@ -168,6 +168,9 @@ class TrainArgs:
     """Step of the checkpoint of --fork, or `best` for the one of the best evaluated weights. Default: the newest."""
     save_every: int = 50
     """Steps between checkpoints. 0 saves at the end only."""
+    save_in_background: bool = True
+    """Write checkpoints while the steps go on, from a copy of each rank's weights and optimizer in the main memory of
+    its host (12 bytes for each of its parameters). Otherwise the run waits, and there is no copy."""
     keep_checkpoints: int = KEPT
     """Number of newest checkpoints that are kept. The one of the best evaluated weights is kept, too."""
     eval_every: int = 0
@@ -224,7 +227,8 @@ class TrainArgs:
     rank_timeout: float = RANK_TIMEOUT
     """Seconds that one rank waits for another. Must exceed --trajectory-timeout."""
     save_timeout: float = SAVE_TIMEOUT
-    """Seconds that one rank waits for another when they save."""
+    """Seconds that one rank waits for another when they save. The next checkpoint, and the end of the run, wait for a
+    checkpoint that is still being written as long."""
     server_urls: Annotated[tuple[str, ...], tyro.conf.arg(name="server"), tyro.conf.UseAppendAction] = ()
     """URL of a running rollout server of the same model on this host. Name several servers by repeating the option: the
     episodes spread over them, and each push reaches all of them. By default a server is launched."""

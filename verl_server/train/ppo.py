@@ -33,7 +33,6 @@ from torch import Tensor
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train import run
 from verl_server.train.batches import Sample
-from verl_server.train.checkpoints import Trained
 from verl_server.train.critic import Critic, load_critic
 from verl_server.train.critic_trainer import CriticTrainer, States, Targets, describe_values
 from verl_server.train.gae import TurnChain, gae, padded
@@ -64,10 +63,7 @@ class PPOTrainer(PolicyTrainer):
         """Take the critic, and what `PolicyTrainer` takes."""
         super().__init__(policy, config, steps, device, reference)
         self.critic = CriticTrainer(critic, config, self.steps, device)
-
-    @property
-    def further(self) -> dict[str, Trained]:
-        return {"critic": (self.critic.critic, self.critic.optimizer)}
+        self.state.models["critic"] = critic, self.critic.optimizer
 
     def samples(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
         """Return all trajectories with a reward and a token to train on. `update` gives them advantages."""

@@ -57,7 +57,8 @@ def all_ranks(timeout: float = RANK_TIMEOUT) -> RankGroup:
 class SaveGroup:
     """The connections through which the ranks save. They are on the CPU, and every wait has a bound.
 
-    No other code uses them, so a collective that failed elsewhere cannot interfere.
+    No other code uses them. So a thread may save beside the collectives of the training, and one that failed cannot
+    interfere.
     """
 
     ranks: RankGroup
@@ -71,10 +72,6 @@ class SaveGroup:
 
         `timeout` bounds the wait of one rank for another, in seconds.
         """
-        if dist.get_world_size() == 1:
-            world = dist.group.WORLD
-            assert world is not None
-            return cls(all_ranks(timeout), world)
         bound = datetime.timedelta(seconds=timeout)
         return cls(all_ranks(timeout), dist.new_group(backend="gloo", timeout=bound))
 
@@ -82,7 +79,7 @@ class SaveGroup:
 def launch_engine(model_path: str, device: torch.device, **settings: Any) -> VerlEngine:
     """Launch a rollout server in a process of its own, which all ranks share. `settings` are fields of `ServerArgs`."""
     defaults: dict[str, Any] = {"tp_size": 1, "device": device.type}
-    return VerlEngine(_cpu_mesh(), launch_server=True, **(defaults | {"model_path": model_path} | settings))
+    return VerlEngine(cpu_mesh(), launch_server=True, **(defaults | {"model_path": model_path} | settings))
 
 
 def attach_engine(
@@ -93,11 +90,12 @@ def attach_engine(
 ) -> VerlEngine:
     """Attach to a rollout server on this host. The server continues to run when the engine is shut down."""
     return VerlEngine(
-        _cpu_mesh(), server_url=url, api_key=api_key, admin_api_key=admin_api_key, rank_timeout=rank_timeout
+        cpu_mesh(), server_url=url, api_key=api_key, admin_api_key=admin_api_key, rank_timeout=rank_timeout
     )
 
 
-def _cpu_mesh() -> DeviceMesh:
+def cpu_mesh() -> DeviceMesh:
+    """Return the mesh of all ranks on the CPU. Every rank calls it."""
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 

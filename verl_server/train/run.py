@@ -51,12 +51,12 @@ from verl_server.files.run_output import settings_of
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.server_check import check_server
 from verl_server.rollout.trajectory import Trajectory
+from verl_server.train.checkpoint_writer import CheckpointWriter, SavedRun
 from verl_server.train.checkpoints import check_fits
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
 from verl_server.train.evaluation import Evaluated, Evaluations, OnEvaluated
 from verl_server.train.forks import fork_checkpoint
 from verl_server.train.held_out import HeldOut
-from verl_server.train.kept_checkpoints import remove_old_checkpoints
 from verl_server.train.metrics import StepMetrics, describe_step
 from verl_server.train.options import TrainArgs
 from verl_server.train.players import Prepared, check_environments, prepare
@@ -77,7 +77,6 @@ from verl_server.train.trackers.trackers import Trackers
 from verl_server.watch.advisories import Advisor
 from verl_server.watch.advisory_rules.figures import Past, RunSettings
 from verl_server.watch.run_records import (
-    CheckpointSaved,
     RunEnded,
     RunResumed,
     RunStarted,
@@ -108,7 +107,7 @@ class Step:
     """True if the episodes were written when they ended."""
 
 
-class Algorithm(Protocol):
+class Algorithm(SavedRun, Protocol):
     """The interface of a run's algorithm. `grpo.GRPO` implements it."""
 
     next_step: int
@@ -136,9 +135,6 @@ class Algorithm(Protocol):
 
     def progress(self) -> Progressing:
         """Return the progress of this rank, after an error inside of a step, too."""
-
-    def save(self, folder: Path, reached: Progressing, saving: SaveGroup) -> None:
-        """Write a checkpoint into `folder`. All ranks call it."""
 
     def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint. All ranks call it."""
@@ -207,7 +203,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
         reference = load_reference(args, policy, tokenizer, device)
         if checkpoint is not None:
             ranks.call("check_fits", lambda _: check_fits(Path(checkpoint), policy))
-        saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
+        beside, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
         with (
             RunEnd(stop, final, device) as end,
             _serving(args, device, dtype, ranks) as (engines, keys),
@@ -239,11 +235,24 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             for engine in engines:
                 files.note(ServerLaunched(url=str(engine.url), attached=bool(args.server_urls)))
 
+            writer = CheckpointWriter(
+                args.out,
+                algorithm,
+                ranks,
+                beside,
+                final,
+                keep=args.keep_checkpoints,
+                timeout=args.save_timeout,
+                in_background=args.save_in_background,
+                note=files.note,
+            )
+
             def save(reached: Progressing) -> None:
-                _save(args, algorithm, reached, final, files)
+                writer.finish(reached)
                 save_policy(policy, args.out / "model", tokenizer, final)
 
             def ended(status: int, error: str | None) -> None:
+                writer.close()  # if the end could not be saved, the last checkpoint is the result
                 if stop.signal_number is not None:
                     files.note(SignalReceived(signal=signal.Signals(stop.signal_number).name))
                 files.note(RunEnded(exit_status=status, error=error))
@@ -253,7 +262,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             failure: BaseException | None = None
             try:
                 algorithm.push()
-                _run_steps(args, algorithm, files, stop, saving, advisor, Evaluations(args, files, ranks), trackers)
+                _run_steps(args, algorithm, files, stop, writer, advisor, Evaluations(args, files, ranks), trackers)
             except BaseException as error:
                 failure = error
             end.finish(failure)
@@ -278,14 +287,6 @@ def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_ste
     else:
         name = Path(checkpoint).name
         files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name, advises=True))
-
-
-def _save(args: TrainArgs, algorithm: Algorithm, reached: Progressing, saving: SaveGroup, files: RunWriter) -> None:
-    """Write a checkpoint, and remove those that do not stay. All ranks call it."""
-    start = time.monotonic()
-    algorithm.save(args.out, reached, saving)
-    saving.ranks.call("checkpoints", lambda _: remove_old_checkpoints(args.out, args.keep_checkpoints))
-    files.note(CheckpointSaved(name=f"checkpoint-{reached.next_step}", seconds=time.monotonic() - start))
 
 
 def _check_servers(args: TrainArgs) -> None:
@@ -336,25 +337,26 @@ def _run_steps(
     run: Algorithm,
     files: RunWriter,
     stop: StopRequest,
-    saving: SaveGroup,
+    writer: CheckpointWriter,
     advisor: RunAdvisor,
     evaluations: Evaluations,
     trackers: Trackers,
 ) -> None:
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
 
-    def evaluated(result: Evaluated) -> None:
+    def record_evaluation(result: Evaluated) -> None:
         evaluations.record(result)
         trackers.log_evaluation(msgspec.to_builtins(result.record))
 
     def save_and_evaluate(saves: bool, evaluates: bool) -> None:
-        if saves or evaluates:  # the weights that an evaluation judges are on the disk
+        if saves or evaluates:
             # After a step without a push, an evaluation may still play. No later checkpoint may take it for complete.
             run.end_evaluation()
-            _save(args, run, run.progress(), saving, files)
-        if evaluates:
+            writer.begin(run.progress())
+        if evaluates:  # the result is recorded when the weights that it judges are on the disk
             evaluations.note_begin(run.next_step, run.weight_version)
-            run.evaluate(evaluations.held_out, evaluated)
+            run.evaluate(evaluations.held_out, lambda result: writer.when_saved(lambda: record_evaluation(result)))
+        writer.settle()
 
     save_and_evaluate(False, evaluations.is_due_at_start(run.next_step))
     while run.next_step < args.steps:

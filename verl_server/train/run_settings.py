@@ -37,6 +37,7 @@ _KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")
 MAY_DIFFER = {
     "steps": "a run may be longer; the learning rate falls over the new number of steps",
     "save_every": _END,
+    "save_in_background": _MEMORY,
     "fork": _FORK,
     "fork_step": _FORK,
     "keep_checkpoints": "it changes which checkpoints are kept only",

@@ -30,13 +30,14 @@ class StepJournal:
         self._groups = groups
         self._journal = journal
         self._kept = KeptGroups()
-        self._saved_step = -1
-        """Step with which a run continues that resumes from the last checkpoint."""
+        self._saved_steps: list[int] = []
+        """Step with which a run continues from the last checkpoint, and then from one that is being written."""
 
     def resume(self, folder: Path, progress: Progress) -> None:
         """Read the groups of the step with which a run continues. Raise BadRequestError if a journal is damaged."""
         self.ancestors = Ancestors.of(progress)
-        step = self._saved_step = progress.next_step
+        step = progress.next_step
+        self._saved_steps = [step]
         self._kept = KeptGroups.read(folder, self.ancestors, lambda number: number // self._groups == step)
         if self._journal is not None:
             self._journal.base = progress.label
@@ -72,12 +73,16 @@ class StepJournal:
 
     def step_ended(self, next_step: int) -> None:
         """Remove the groups of which no checkpoint would make use any more."""
-        steps = self._saved_step, next_step
+        steps = {*self._saved_steps, next_step}
         self._keep(lambda head: head.number // self._groups in steps, at_once=False)
+
+    def saving(self, next_step: int) -> None:
+        """Note that the checkpoint of `next_step` is being written. The one before it is still the last one."""
+        self._saved_steps.append(next_step)
 
     def saved(self, next_step: int) -> None:
         """Remove the groups that the checkpoint of `next_step`, which is on the disk, counts as done."""
-        self._saved_step = next_step
+        self._saved_steps = [next_step]
         self._keep(lambda head: head.number // self._groups >= next_step, at_once=True)
 
     def _keep(self, is_needed: Callable[[GroupHead], bool], at_once: bool) -> None:

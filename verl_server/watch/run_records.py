@@ -292,7 +292,12 @@ class CheckpointSaved(RunEvent, tag_field="kind", tag="checkpoint_saved"):
     name: str
     """Name of the checkpoint's folder."""
     seconds: float
-    """Time that saving took."""
+    """Seconds that writing it took. The steps went on meanwhile, except at the end of the run and with
+    `--no-save-in-background`."""
+    held_seconds: float | None = None
+    """Seconds for which the run waited: for the checkpoint before, if that was still being written, for a copy of
+    weights and optimizer in memory, and for the write where the steps did not go on. None in runs of earlier versions,
+    which waited for all of `seconds`."""
 
 
 class EvaluationBegan(RunEvent, tag_field="kind", tag="evaluation_began"):

@@ -247,3 +247,21 @@ def test_the_journal_needs_what_is_undone_now_or_in_the_checkpoint() -> None:
     assert needed(1, "5@aaaaaaaa") and needed(1, "9@bbbbbbbb")  # undone in it
     assert not needed(1, "6@aaaaaaaa")  # too far from it
     assert needed(3, "9@aaaaaaaa") and needed(4, "9@aaaaaaaa")
+
+
+def test_the_journal_needs_what_a_checkpoint_needs_that_is_being_written() -> None:
+    """So it does until that one is on the disk, and what the last one needs as long."""
+    buffer: GroupBuffer[str] = GroupBuffer(1, 1)
+    buffer.resume(3, [1], version=4)
+    buffer.note_saving(9, 8, [6])
+    started(buffer, 9, 99)
+    buffer.next_group = 20
+
+    def needed(number: int, version: str) -> bool:
+        return buffer.needed(30, "aaaaaaaa")(GroupHead(number=number, version=version))
+
+    assert needed(6, "10@aaaaaaaa") and needed(8, "10@aaaaaaaa")  # undone in the new one
+    assert not needed(6, "11@aaaaaaaa") and not needed(2, "3@aaaaaaaa")
+    assert needed(4, "5@aaaaaaaa")  # undone in the last one
+    buffer.note_saved()
+    assert needed(6, "10@aaaaaaaa") and not needed(4, "5@aaaaaaaa")

@@ -66,13 +66,14 @@ class GroupBuffer(Generic[T]):
         self._started: dict[int, Group[T]] = {}
         self._fates: dict[int, int] = {}
         """Number of a group that has its fate -> the step of its event. Those of earlier steps are forgotten."""
-        self._saved: tuple[int, int, frozenset[int]] | None = None
-        """Version, `next_group` and undone groups of the last checkpoint."""
+        self._saved: list[tuple[int, int, frozenset[int]]] = []
+        """Version, `next_group` and undone groups of the last checkpoint, and then of one that is being written."""
 
     def resume(self, next_group: int, undone: Iterable[int], version: int = 0) -> None:
         """Continue from a checkpoint of `version`: groups `undone` start first, then those from `next_group` on."""
         self.next_group, self._again = next_group, sorted(undone)
-        self.note_saved(version, next_group, self._again)
+        self.note_saving(version, next_group, self._again)
+        self.note_saved()
 
     @property
     def undone(self) -> list[int]:
@@ -87,25 +88,32 @@ class GroupBuffer(Generic[T]):
         known = {*self._started, *self._again, *self._fates}
         return sorted(number for number in known if self._fates.get(number, next_step) >= next_step)
 
-    def note_saved(self, version: int, next_group: int, undone: Iterable[int]) -> None:
-        """Note what the checkpoint says that is on the disk."""
-        self._saved = version, next_group, frozenset(undone)
+    def note_saving(self, version: int, next_group: int, undone: Iterable[int]) -> None:
+        """Note what a checkpoint says that is being written. The one before it is still the last one."""
+        self._saved.append((version, next_group, frozenset(undone)))
+
+    def note_saved(self) -> None:
+        """Note that the newest checkpoint is on the disk."""
+        del self._saved[:-1]
 
     def needed(self, next_step: int, incarnation: str) -> Callable[[GroupHead], bool]:
         """Return a function that says if a run could use a group that has finished. Any thread may call it.
 
-        The run would continue with `next_step`, or from the last checkpoint. `incarnation` is that of this start.
+        The run would continue with `next_step`, from the last checkpoint, or from the one that is being written.
+        `incarnation` is that of this start.
         """
         live, next_group = frozenset(self.undone_at(next_step)), self.next_group
-        saved, most = self._saved, self.max_staleness
+        checkpoints, most = tuple(self._saved), self.max_staleness
 
         def is_needed(head: GroupHead) -> bool:
             if head.number in live or head.number >= next_group:
                 return True
-            if saved is None or (head.number < saved[1] and head.number not in saved[2]):
-                return False
             began = WeightVersion.parse(head.version)
-            return began is None or began.incarnation != incarnation or began.number <= saved[0] + most
+            return any(
+                (head.number >= first or head.number in undone)
+                and (began is None or began.incarnation != incarnation or began.number <= version + most)
+                for version, first, undone in checkpoints
+            )
 
         return is_needed
 
