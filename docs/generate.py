@@ -76,6 +76,11 @@ RUN_FILES = (
     ("`held-out-rankN.jsonl`", "a trajectory of an evaluation: [Label](#label) and Trajectory", "rank N"),
     ("`journal-rankN.msgpack`", "a [group that had finished](../checkpoints.md#groups-that-had-finished)", "rank N"),
     (
+        "`turns-rankN.msgpack`",
+        "a turn of a [group that goes on](../checkpoints.md#groups-that-had-not-finished)",
+        "rank N",
+    ),
+    (
         "`events-rankN.jsonl`",
         "an event of rank N > 0: [SegmentRemoved](#segmentremoved) or [JournalFailed](#journalfailed)",
         "rank N",

@@ -29,19 +29,20 @@ class FailingGame(GuessNumber):
 
 
 class HeldGame(GuessNumber):
-    """The number-guessing game, in which episodes with some seeds wait in their first step until a file exists."""
+    """The number-guessing game, in which episodes with some seeds wait in one of their steps until a file exists."""
 
-    def __init__(self, held: list[int], gate: str, **game: Any) -> None:
-        """`held`: the seeds. `gate`: path of the file."""
+    def __init__(self, held: list[int], gate: str, after: int = 0, **game: Any) -> None:
+        """`held`: the seeds. `gate`: path of the file. `after`: number of steps that do not wait."""
         super().__init__(**game)
-        self._held, self._gate = set(held), Path(gate)
-        self._is_held = False
+        self._held, self._gate, self._after = set(held), Path(gate), after
+        self._is_held, self._steps = False, 0
 
     async def reset(self, seed: int | None = None, episode_id: str | None = None) -> dict[str, Any]:
-        self._is_held = seed in self._held
+        self._is_held, self._steps = seed in self._held, 0
         return await super().reset(seed, episode_id)
 
     async def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool]:
-        while self._is_held and not self._gate.exists():
+        while self._is_held and self._steps >= self._after and not self._gate.exists():
             await asyncio.sleep(0.02)
+        self._steps += 1
         return await super().step(action)

@@ -72,6 +72,7 @@ class Player:
         version: str | None = None,
         replaces: bool = True,
         on_group: Callable[[Rollout], None] | None = None,
+        recording: None = None,
     ) -> Running[Rollout]:
         return self._thread.start(self._play(tasks, on_finish, on_group))
 
@@ -206,8 +207,8 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
             journals: list[GroupJournal] = []
 
             class Noted(GroupJournal):
-                def __init__(self, *arguments: Any) -> None:
-                    super().__init__(*arguments)
+                def __init__(self, *arguments: Any, **settings: Any) -> None:
+                    super().__init__(*arguments, **settings)
                     journals.append(self)
 
             patch(grpo, "GroupJournal", Noted)

@@ -18,10 +18,12 @@ from verl_server.errors import VerlServerError
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import LoopThread
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
+from verl_server.train.journal import GroupJournal
 from verl_server.train.policy import load_policy
 from verl_server.train.rollouts.group_messages import (
     CancelGroup,
     EpisodeEnded,
+    EpisodeWentOn,
     FromPlayer,
     GroupBegan,
     GroupEnded,
@@ -114,12 +116,16 @@ class PlayedGroups:
     environment_url = "http://nowhere"
     is_agent = False
 
-    def __init__(self, player: GroupsOf) -> None:
+    def __init__(self, player: GroupsOf, journal: GroupJournal | None = None) -> None:
+        """`journal` takes the groups and turns, as in a `RolloutProcess`."""
+        self._journal = journal
+        self._begun: dict[int, GroupBegan] = {}
         self.started: list[PlayGroup] = []
         self.lines: list[bytes] = []
         self._news: queue.SimpleQueue[GroupBegan | GroupEnded] = queue.SimpleQueue()
         self._thread = LoopThread("groups")
-        self._groups = GroupPlayer(player, self._receive, "5f2c9a1e")
+        records = journal is not None and journal.records_turns
+        self._groups = GroupPlayer(player, self._receive, "5f2c9a1e", records_turns=records)
 
     def serve(self, served: NowServed) -> None:
         self._handle(served)
@@ -154,8 +160,16 @@ class PlayedGroups:
     def _receive(self, message: FromPlayer) -> None:
         if isinstance(message, EpisodeEnded):
             self.lines.append(message.line)
+        elif isinstance(message, EpisodeWentOn) and self._journal is not None:
+            begun = self._begun[message.group]
+            self._journal.progress(message.group, begun.version, begun.step, message.progress)
         elif isinstance(message, GroupBegan | GroupEnded):
             self._news.put(message)
+        if isinstance(message, GroupBegan):
+            self._begun[message.group] = message
+        if isinstance(message, GroupEnded) and self._journal is not None and message.rollout is not None:
+            begun = self._begun[message.group]
+            self._journal.put(message.group, begun.version, begun.step, message.rollout)
 
 
 class Unscored:

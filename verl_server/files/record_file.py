@@ -6,7 +6,8 @@ A record on disk is
 
 Each record is flushed to the disk before the next one is written. So an interruption damages the last record at most,
 which was never acknowledged, and `read_records` leaves it out. Damage before an intact record is another matter: what
-was durable is lost, and the reader raises an error. `train.journal` writes such files.
+was durable is lost, and the reader raises an error. `train.journal` and `train.turn_journal` write such
+files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +74,10 @@ def _place(data: bytes, offset: int) -> Place | None:
     return Place(offset, _HEAD.size + length)
 
 
+def _record(payload: bytes) -> bytes:
+    return _HEAD.pack(_MAGIC, len(payload), _checksum(payload)) + payload
+
+
 def _checksum(payload: bytes | memoryview) -> int:
     """Return a checksum that is not 0 for an empty payload: a loss of power may leave zeros after the magic bytes."""
     return zlib.crc32(payload, zlib.crc32(len(payload).to_bytes(4, "little")))
@@ -111,7 +116,7 @@ class RecordFile:
 
         Raise OSError if it is not. The file then ends with the record before, at the latest after the next call.
         """
-        record = _HEAD.pack(_MAGIC, len(payload), _checksum(payload)) + payload
+        record = _record(payload)
         descriptor, size = self._opened()
         try:
             rest = memoryview(record)
@@ -133,13 +138,21 @@ class RecordFile:
         Raise OSError if it cannot be written. The file then stays as it is.
         """
         descriptor, _ = self._opened()
+        return self._replace(os.pread(descriptor, place.length, place.offset) for place in places)
+
+    def rewrite(self, payloads: Iterable[bytes]) -> list[Place]:
+        """Write the file anew with records of these payloads, as `keep` does."""
+        self._opened()
+        return self._replace(_record(payload) for payload in payloads)
+
+    def _replace(self, records: Iterable[bytes]) -> list[Place]:
         new, kept, size = self.path.with_name(f".{self.path.name}.partial"), list[Place](), 0
         try:
             with new.open("wb") as file:
-                for place in places:
-                    file.write(os.pread(descriptor, place.length, place.offset))
-                    kept.append(Place(size, place.length))
-                    size += place.length
+                for record in records:
+                    file.write(record)
+                    kept.append(Place(size, len(record)))
+                    size += len(record)
             replace_file(new, self.path)
         except OSError:
             new.unlink(missing_ok=True)

@@ -47,6 +47,7 @@ RECORDS = (
     "held-out-rank*.jsonl",
     "evaluations.jsonl",
     "journal-rank*.msgpack",
+    "turns-rank*.msgpack",
     "checkpoint-*",
     "agents/*",
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.group_ends import GroupEnds
 from verl_server.rollout.lockstep import play_in_lockstep
 from verl_server.rollout.loop_thread import LoopThread, Running
+from verl_server.rollout.recorded_turns import RecordedTurn, Recording
 from verl_server.rollout.renderer import Renderer, TokenizerRenderer
 from verl_server.rollout.replacements import Replacements, attempt_seed, pause_before
 from verl_server.rollout.rollout_clock import RolloutClock
@@ -38,6 +40,8 @@ from verl_server.rollout.running_loop import is_loop_running, refuse_running_loo
 from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, Fault, StopReason, Task, Trajectory, is_unsampled
 from verl_server.rollout.unsampled import UnsampledNotice
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -110,6 +114,7 @@ class AgentLoop:
         self._sampling_params = sampling_params or {}
         self._max_concurrency = max_concurrency
         self._notice = UnsampledNotice(agent=False)
+        self._has_told_of_replay = False
         self._capacity = min(_sequence_capacity(engine.scheduler_info) for engine in self.engines)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._background = LoopThread("agent-loop")
@@ -183,6 +188,7 @@ class AgentLoop:
         slots: AbstractAsyncContextManager[object] | None = None,
         replaces: bool = True,
         on_group: OnGroup | None = None,
+        recording: Recording | None = None,
     ) -> Rollout:
         """Play all tasks as `run` does, in the caller's event loop.
 
@@ -191,13 +197,16 @@ class AgentLoop:
         until there is one: the trainer, who pushes this version, looks at `stranded` and brings the servers back.
         `slots` bounds the episodes of several calls together, in the place of `max_concurrency`. Such a call is a part
         of a rollout: it does not raise if every generation failed. Without `replaces`, no episode replaces another one.
+        `recording` takes the turns as they end, and has the episodes that go on from an earlier process.
         """
         clock = RolloutClock()
         is_part = slots is not None
+        recording = recording or Recording()
         slots = slots or asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
 
-        left = Replacements(self._replacements if replaces else 0)
+        spent = {place: episode.attempt for place, episode in recording.earlier.items()}
+        left = Replacements(self._replacements if replaces else 0, spent)
         replaced: list[Trajectory] = []
 
         def hand_on(trajectories: list[Trajectory], replaced: list[Trajectory]) -> None:
@@ -215,25 +224,39 @@ class AgentLoop:
             await asyncio.sleep(pause_before(trajectory.attempt + 1, episode.environment_away))
             return not watch.has_cut and left.take(group)
 
-        async def attempt(task: Task, number: int, since: float) -> tuple[Trajectory, bool]:
+        async def attempt(
+            task: Task, number: int, since: float, turns: Sequence[RecordedTurn] = (), kept_turns: int | None = None
+        ) -> tuple[Trajectory, bool]:
             waited = clock()
-            episode = self._episode(task, clock, number)
+            episode = self._episode(task, clock, number, recording.played)
             episode.trajectory.events.append(Event("queue", since, waited))
+            episode.trajectory.kept_turns = kept_turns
             with watch.playing(episode):
-                trajectory = await episode.play(server)
-                server.close_session(episode.session_id)
-                self._ended(trajectory, on_finish)
-                if another := await is_replaced(episode):
+                begins_again = bool(turns) and await self._begins_again(episode, turns)
+                if not begins_again:
+                    trajectory = await episode.play(server)
+                    server.close_session(episode.session_id)
+                    self._ended(trajectory, on_finish)
+                    another = await is_replaced(episode)
+                if begins_again or another:
                     watch.expect_replacement()
+            if begins_again:
+                return await attempt(task, number, waited, kept_turns=0)
             return trajectory, another
 
         async def play(place: int, task: Task) -> Trajectory:
+            begun = recording.begun(task)
             async with slots:
-                trajectory, another = await attempt(task, 0, 0.0)
+                if begun.ended is None:
+                    trajectory, another = await attempt(task, begun.attempt, 0.0, begun.turns)
+                else:
+                    trajectory, another = _kept(begun.ended, on_finish), False
                 while another:
                     replaced.append(trajectory)
                     groups.replaced([trajectory])
                     trajectory, another = await attempt(task, trajectory.attempt + 1, trajectory.events[-1].end)
+            if begun.ended is None:
+                recording.ended(trajectory)
             groups.ended(place, [trajectory])
             return trajectory
 
@@ -252,12 +275,13 @@ class AgentLoop:
         version: str | None = None,
         replaces: bool = True,
         on_group: OnGroup | None = None,
+        recording: Recording | None = None,
     ) -> Running[Rollout]:
         """Play all tasks as `arun` does, on an event loop in another thread, and return at once.
 
-        `on_finish` and `on_group` are called in that thread.
+        `on_finish`, `on_group` and those of `recording` are called in that thread.
         """
-        play = self.arun(tasks, on_finish, version=version, replaces=replaces, on_group=on_group)
+        play = self.arun(tasks, on_finish, version=version, replaces=replaces, on_group=on_group, recording=recording)
         return self._background.start(play)
 
     def stranded(self, version: str | None = None) -> str | None:
@@ -298,15 +322,40 @@ class AgentLoop:
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _episode(self, task: Task, clock: RolloutClock, attempt: int = 0) -> Episode:
+    async def _begins_again(self, episode: Episode, turns: Sequence[RecordedTurn]) -> bool:
+        """Replay the recorded turns. Return True if they are not kept, and another episode must begin again.
+
+        The first reason of several is logged as a warning.
+        """
+        reason = await episode.replay(turns)
+        if reason is None or episode.is_over:
+            return False
+        level = logging.DEBUG if self._has_told_of_replay else logging.WARNING
+        self._has_told_of_replay = True
+        name = episode.trajectory.task.episode_id or f"with the seed {episode.trajectory.task.seed}"
+        logger.log(
+            level,
+            "The episode %s, of which %d turns were recorded, begins again: %s. Only environments that repeat their "
+            "answers can go on. Further episodes that begin again are counted (replay_refused), and not logged.",
+            *(name, len(turns), reason),
+        )
+        return True
+
+    def _episode(
+        self,
+        task: Task,
+        clock: RolloutClock,
+        attempt: int = 0,
+        on_turn: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> Episode:
         """Return an attempt at a task. Each attempt has a sampling seed of its own."""
         if task.sampling_seed is not None:
             task = msgspec.structs.replace(task, sampling_seed=attempt_seed(task.sampling_seed, attempt))
         if (setup := self._setups.get(task.environment)) is None:
             known = ", ".join(sorted(filter(None, self._setups))) or "one without a name"
             raise BadRequestError(f"A task names the environment {task.environment!r}, and the loop has {known}.")
-        environment = setup.client(self.limits.env)
-        episode = Episode(task, environment, setup.renderer, self._sampling_params, setup.limits, self._capacity, clock)
+        parts = setup.client(self.limits.env), setup.renderer, self._sampling_params, setup.limits
+        episode = Episode(task, *parts, self._capacity, clock, on_turn)
         episode.trajectory.attempt = attempt
         episode.trajectory.began = clock.began
         return episode
@@ -342,6 +391,14 @@ class AgentLoop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _kept(trajectory: Trajectory, on_finish: OnFinish | None) -> Trajectory:
+    """Return an episode that an earlier process has played to its end."""
+    trajectory.kept_turns = len(trajectory.turns)
+    if on_finish is not None:
+        on_finish(trajectory)
+    return trajectory
 
 
 def _sequence_capacity(scheduler_info: SchedulerInfo) -> int:

@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError, VerlServerError
+from verl_server.rollout.action_replay import replay_actions
 from verl_server.rollout.environment import Action, EnvError, EnvTimeouts, StepResult, check_seconds
 from verl_server.rollout.environment_ends import end_of, is_away
+from verl_server.rollout.recorded_turns import RecordedTurn, restore
 from verl_server.rollout.renderer import ActionError, Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 from verl_server.sampling_params import EDITS, FILTERS, GRAMMARS
@@ -104,8 +106,12 @@ class Episode:
         limits: Limits,
         capacity: int,
         clock: Callable[[], float] = time.monotonic,
+        on_turn: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> None:
-        """`capacity` is the length of the longest sequence that the server can hold, in tokens."""
+        """`capacity` is the length of the longest sequence that the server can hold, in tokens.
+
+        `play` calls `on_turn` when the environment has answered a turn, and the episode goes on.
+        """
         self.trajectory = Trajectory(task=task, member=task.member)
         self.session_id = secrets.token_hex(16)
         """Random name of this attempt at the task. Each generation has it: the server knows the turns of an episode."""
@@ -116,10 +122,12 @@ class Episode:
         self._sampling_params = sampling_params
         self._limits = limits
         self._clock = clock
+        self._on_turn = on_turn
         own = limits.max_tokens
         self._capacity = capacity if own is None else min(own, capacity)
         self._when_full = StopReason.CONTEXT_FULL if own is None or own >= capacity else StopReason.MAX_TOKENS
         self._deadline: asyncio.Timeout | None = None
+        self._replayed_seconds = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -127,13 +135,19 @@ class Episode:
         return self.trajectory.stop_reason is not None
 
     async def play(self, generator: Generator) -> Trajectory:
-        """Play the whole episode within `trajectory_timeout`. If it is cancelled, the trajectory ends as ABORTED."""
+        """Play the episode to its end. If it is cancelled, the trajectory ends as ABORTED.
+
+        The bound is `trajectory_timeout`, with a `replay` before it.
+        """
         try:
-            async with asyncio.timeout(self._limits.trajectory_timeout) as self._deadline:
-                await self.open()
+            async with asyncio.timeout(self._limits.trajectory_timeout - self._replayed_seconds) as self._deadline:
+                if not (self.is_over or self.trajectory.turns):
+                    await self.open()
                 while not self.is_over:
                     await self.generate(generator)
                     await self.act()
+                    if not self.is_over:
+                        self._on_turn(self.trajectory)
         except TimeoutError:
             limit = self._limits.trajectory_timeout
             self.trajectory.finish(StopReason.TIME_LIMIT, f"The episode took longer than {limit:.3g} s.")
@@ -145,23 +159,68 @@ class Episode:
         return self.trajectory
 
     def cut(self, reason: StopReason, error: str) -> None:
-        """End an episode that `play` is playing, and cancel what it waits for."""
-        if self.is_over or self._deadline is None or self._deadline.expired():
+        """End an episode that `play` or `replay` is playing, and cancel what it waits for."""
+        if self.is_over or (self._deadline is not None and self._deadline.expired()):
             return  # the episode is closing its connection
         self.trajectory.finish(reason, error)
-        self._deadline.reschedule(0)
+        if self._deadline is not None:
+            self._deadline.reschedule(0)
+
+    async def replay(self, recorded: Sequence[RecordedTurn]) -> str | None:
+        """Play recorded actions again in the environment. Return None if `play` can go on behind them.
+
+        Otherwise, return the reason, what differs first, say. The environment is then closed, and only another episode
+        can begin again. The bound is `trajectory_timeout`.
+        """
+        options, began = self._reset_options(), self._clock()
+
+        async def reset() -> StepResult:
+            with self._recorded("env"):
+                return await self._environment.reset(self.trajectory.task.seed, **options)
+
+        async def step(action: Action) -> StepResult:
+            with self._recorded("generate"):
+                pass  # readers count generations, and this one took no time
+            with self._recorded("env"):
+                return await self._environment.step(action)
+
+        reason: str | None = "it was cancelled"
+        try:
+            async with asyncio.timeout(self._limits.trajectory_timeout) as self._deadline:
+                reason = await replay_actions(recorded, reset, step) or self._restored(recorded)
+        except TimeoutError:
+            reason = f"the replay took longer than {self._limits.trajectory_timeout:.3g} s"
+        finally:
+            self._deadline = None
+            if reason is not None:
+                await self.close()
+        self._replayed_seconds = self._clock() - began
+        return reason
+
+    def _restored(self, recorded: Sequence[RecordedTurn]) -> str | None:
+        """Go on behind recorded turns, and return None. Return the reason if they do not fit in this episode."""
+        length = sum(len(turn.observation_tokens) + len(turn.action_tokens) for turn in recorded)
+        if length >= self._capacity or len(recorded) >= self._limits.max_turns:
+            return f"its {length} tokens and {len(recorded)} turns exceed the limits of this start"
+        answer = restore(self.trajectory, recorded)
+        self.trajectory.kept_turns = len(recorded)
+        with self._env_faults():
+            self._observe(StepResult(answer, None, False))
+        return None
 
     # -- the environment's side -----------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Reset the environment. Its first observation begins the trajectory."""
-        task = self.trajectory.task
-        options = {} if task.episode_id is None else {"episode_id": task.episode_id}
         with self._recorded("env"), self._env_faults():
-            result = await self._environment.reset(task.seed, **options)
+            result = await self._environment.reset(self.trajectory.task.seed, **self._reset_options())
             if result.done:
                 raise EnvError("The environment was done before the first turn.")
             self._observe(result)
+
+    def _reset_options(self) -> dict[str, Any]:
+        name = self.trajectory.task.episode_id
+        return {} if name is None else {"episode_id": name}
 
     async def act(self) -> None:
         """Send the turn's action to the environment, and record the reward and the next observation.

@@ -191,6 +191,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Number of the episode among those of its group."""
     attempt: int = 0
     """Number of episodes that this one and others replaced before it, because the infrastructure had ended them."""
+    kept_turns: int | None = None
+    """Number of first turns that an earlier start of the run played, and that were not played again: all turns of an
+    episode that had ended. 0: the environment did not repeat their answers, so the episode began again
+    (docs/checkpoints.md). None: no earlier start of the run has recorded a turn."""
 
     @property
     def is_trainable(self) -> bool:

@@ -33,6 +33,7 @@ from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.group_ends import GroupEnds
 from verl_server.rollout.loop_thread import LoopThread, Running
+from verl_server.rollout.recorded_turns import Recording
 from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.trajectory import Event, Task, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
@@ -52,6 +53,9 @@ _UNEDITED: dict[str, Any] = {
     "logit_bias": None,
 }
 """Sampling parameters with which a token is drawn from the policy's own distribution, or from its part under a mask."""
+
+
+_NOT_RECORDED = "the options refuse --replay-actions with an agent"
 
 
 class AgentGroups:
@@ -115,8 +119,10 @@ class AgentGroups:
         version: str | None = None,
         replaces: bool = True,
         on_group: OnGroup | None = None,
+        recording: Recording | None = None,
     ) -> Running[Rollout]:
         """Play the tasks on an event loop in another thread, and return at once; see `arun`."""
+        assert recording is None, _NOT_RECORDED
         self._background.close()  # with what an agent of the last step left behind
         play = self.arun(tasks, on_finish, version=version, replaces=replaces, on_group=on_group)
         return self._background.start(play)
@@ -138,6 +144,7 @@ class AgentGroups:
         slots: AbstractAsyncContextManager[object] | None = None,
         replaces: bool = True,
         on_group: OnGroup | None = None,
+        recording: Recording | None = None,
     ) -> Rollout:
         """Play the tasks of whole groups, which are equally large and in a row. `on_finish` is called with each branch.
 
@@ -150,6 +157,7 @@ class AgentGroups:
         BadRequestError if a token to train on has no known log-probability under the policy.
         """
         assert self._engines, "serving() comes first"
+        assert recording is None, _NOT_RECORDED
         group_size = sum(task.group == tasks[0].group for task in tasks)
         replacements = self._replacements if replaces else 0
         trajectories: list[Trajectory] = []

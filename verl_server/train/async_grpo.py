@@ -354,7 +354,15 @@ class AsyncGRPO:
         for group in self._buffer.start(self._steps - self.next_step):
             kept = self._kept.take(group.number)
             if kept is None or not self._buffer.keep(group, *kept, self.version, self.next_step):
-                self._rollouts.play(PlayGroup(group=group.number, tasks=self._tasks(group.number)))
+                self._rollouts.play(self._to_play(group))
+
+    def _to_play(self, group: Group[Rollout]) -> PlayGroup:
+        """Return what the rollouts play of a group: all of it, or what an earlier start of the run has left."""
+        play = PlayGroup(group=group.number, tasks=self._tasks(group.number))
+        found = self._kept.open.take(group.number, self.version - self._buffer.max_staleness)
+        if found is not None and self._buffer.go_on(group, found.start, self.version):
+            play.earlier = found.episodes
+        return play
 
     def _tasks(self, number: int) -> list[Task]:
         """Return the tasks of a group: those of the synchronous run, which counts its groups in each step."""
@@ -367,8 +375,9 @@ class AsyncGRPO:
         samples = []
         for group in groups:
             assert group.result is not None and group.start is not None
-            ancestors = self._kept.ancestors if group.is_kept else None
-            if ancestors is not None:  # its lines are those of a start that has ended
+            is_older = group.is_kept or group.oldest is not None
+            ancestors = self._kept.ancestors if is_older else None
+            if group.is_kept:  # its lines are those of a start that has ended
                 self._record(group.step, [*group.result.trajectories, *group.result.replaced])
             leave_out_other_versions(group.result.trajectories, self.weight_version, group.start, ancestors)
             for sample in self.trainer.samples(group.result.trajectories):
@@ -446,13 +455,18 @@ class AsyncGRPO:
         undone = frozenset(progress.undone_groups or [])
         self._buffer.resume(next_group, undone, progress.version)
         self._kept = KeptGroups.on_first_rank(
-            self._ranks, checkpoint.parent, progress, lambda number: number >= next_group or number in undone
+            self._ranks,
+            checkpoint.parent,
+            progress,
+            lambda number: number >= next_group or number in undone,
+            replays=self._journal is not None and self._journal.records_turns,
         )
         self.trainer.trained.ancestors = self._kept.ancestors
         if self._draw is not None:
             self._draw.resume(progress)
         if self._journal is not None:
             self._journal.base = progress.label
+            self._journal.go_on(self._kept.open.plays)
 
 
 def _divided(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
@@ -484,8 +498,9 @@ def open_asynchronous(args: AsyncTrainArgs, parts: RunParts, trainer: PolicyTrai
         rollouts, journals = list[Rollouts](), list[GroupJournal]()
 
         def open_them(_: list[bytes]) -> None:
-            journals.append(stack.enter_context(contextlib.closing(GroupJournal(args.out, note=parts.files.note))))
-            rollouts.append(stack.enter_context(open_rollouts(args, parts, journals[0].put)))
+            journal = GroupJournal(args.out, note=parts.files.note, records_turns=args.replay_actions)
+            journals.append(stack.enter_context(contextlib.closing(journal)))
+            rollouts.append(stack.enter_context(open_rollouts(args, parts, journal)))
 
         parts.ranks.call("open_rollouts", open_them)  # a wrong agent, say, is raised on all ranks
         yield AsyncGRPO(

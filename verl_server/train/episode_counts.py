@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -36,6 +37,12 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
     reusable_tokens: int = 0
     """Number of `prompt_tokens` that were in an earlier prompt or answer of the episode, or in the first prompt of
     another episode of the group."""
+    replayed: int = 0
+    """Episodes that went on from the turns that an earlier start of the run recorded (`Trajectory.kept_turns`)."""
+    ended_before: int = 0
+    """Episodes that had ended in an earlier start."""
+    replay_refused: int = 0
+    """Episodes that began again, because the environment did not repeat the recorded answers."""
 
     @classmethod
     def of(cls, episodes: Sequence[Sequence[Trajectory]]) -> EpisodeCounts:
@@ -49,6 +56,10 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
             highest=max(found, default=None),
             truncated=sum(any(map(_is_cut, branches)) for branches in episodes),
         )
+        for (kept, turns), number in Counter((b[0].kept_turns, len(b[0].turns)) for b in episodes).items():
+            counts.replay_refused += number if kept == 0 else 0
+            counts.ended_before += number if kept and kept == turns else 0
+            counts.replayed += number if kept and kept < turns else 0
         first_prompts: set[tuple[int, tuple[int, ...]]] = set()
         for trajectory in (t for branches in episodes for t in branches):
             known = 0
@@ -76,6 +87,9 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
             truncated=self.truncated + other.truncated,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             reusable_tokens=self.reusable_tokens + other.reusable_tokens,
+            replayed=self.replayed + other.replayed,
+            ended_before=self.ended_before + other.ended_before,
+            replay_refused=self.replay_refused + other.replay_refused,
         )
 
 

@@ -370,6 +370,7 @@ class GRPO:
         tasks = make_tasks(step, self.trainer.config, self._first_group, self._groups, self._draw)
         kept = self._journal.take(tasks, step, version, on_finish)
         left, on_group = [task for task in tasks if task.group not in kept], self._journal.writer(step, version)
+        recording = self._journal.recording(left, step, version)
         running: Running[Rollout] | None = None
         mine: list[tuple[Rollout, list[Sample]]] = []
 
@@ -377,7 +378,9 @@ class GRPO:
             """Return this rank's report when its episodes have ended; b"" if they need a server."""
             nonlocal running
             if left:
-                running = running or self.player.start(left, on_finish, version=str(version), on_group=on_group)
+                running = running or self.player.start(
+                    left, on_finish, version=str(version), on_group=on_group, recording=recording
+                )
                 if not self._ends(running, str(version)):
                     return b""
             rollout = joined(None if running is None else running.result(), kept)
@@ -427,7 +430,8 @@ def open_grpo(args: TrainArgs, parts: RunParts) -> contextlib.AbstractContextMan
 @contextlib.contextmanager
 def open_synchronous(args: TrainArgs, parts: RunParts, trainer: PolicyTrainer) -> Iterator[GRPO]:
     """Yield the run of `trainer` with the options `args`. Each rank plays its groups in a thread of its own."""
-    journal = GroupJournal(args.out, parts.ranks.rank, parts.ranks.size, parts.files.note)
+    ranks, turns = parts.ranks, args.replay_actions
+    journal = GroupJournal(args.out, ranks.rank, ranks.size, parts.files.note, records_turns=turns)
     with (
         contextlib.closing(journal),
         open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player,

@@ -14,37 +14,29 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import VerlServerError
 from verl_server.files.json_values import jsonable
 from verl_server.files.record_file import Place, RecordFile, read_records
 from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.recorded_turns import EpisodeProgress
+from verl_server.train.journal_records import GroupHead, decode_record, journal_paths, other_journals
+from verl_server.train.turn_journal import TurnJournal, read_turns
 from verl_server.watch.run_records import JournalFailed, RunEvent
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
+_NAME = "journal"
 _MOST_WAITING = 4096
 """Groups that wait to be written. Beyond it, the disk is taken for one that does not answer."""
 _COMPACT_BYTES = 16 * 2**20
 """Bytes that nobody needs before the file is written anew between two checkpoints."""
 _CLOSE_SECONDS = 30.0
 """Seconds that `close` waits for the disk."""
-
-
-class GroupHead(msgspec.Struct, kw_only=True):
-    """What says which group a record is, and whether somebody needs it."""
-
-    number: int
-    """Number of the group in the run: its step x groups of a step + its number in the step."""
-    version: str
-    """Label of the weights that were served when the group began to play."""
 
 
 class FinishedGroup(GroupHead, kw_only=True):
@@ -64,15 +56,17 @@ def read_groups(folder: Path, is_wanted: Callable[[int], bool]) -> Iterator[Fini
 
     A group may be there several times. Raise BadRequestError, which names the file, if one is damaged.
     """
-    for path in _paths(folder):
+    for path in journal_paths(folder, _NAME):
         for place, payload in read_records(path):
-            if is_wanted(_decode(payload, GroupHead, path, place).number):
-                yield _decode(payload, FinishedGroup, path, place)
+            if is_wanted(decode_record(payload, GroupHead, path, place).number):
+                yield decode_record(payload, FinishedGroup, path, place)
 
 
 def check_journals(folder: Path) -> None:
     """Read all journals of a run's folder. Raise BadRequestError, which names the file, if one is damaged."""
     for _ in read_groups(folder, lambda number: False):
+        pass
+    for _ in read_turns(folder, lambda number: False):
         pass
 
 
@@ -80,16 +74,24 @@ class GroupJournal:
     """The writer of one rank's journal. Any thread may call it, and nobody waits for the disk."""
 
     def __init__(
-        self, folder: Path, rank: int = 0, ranks: int = 1, note: Callable[[RunEvent], None] = lambda event: None
+        self,
+        folder: Path,
+        rank: int = 0,
+        ranks: int = 1,
+        note: Callable[[RunEvent], None] = lambda event: None,
+        records_turns: bool = False,
     ) -> None:
-        """`note` takes the event of a journal that cannot be written. Nothing is created before the first group."""
+        """`note` takes the event of a journal that cannot be written. Nothing is created before the first group.
+
+        With `records_turns`, groups that have not finished are recorded, too (`TurnJournal`).
+        """
         self.base = ""
         """`FinishedGroup.base` of the groups that are put. A run that continues sets it before it plays."""
         self._rank = rank
-        self._file = RecordFile(folder / f"journal-rank{rank}.msgpack")
-        # Those of an earlier start with more ranks, because no rank writes them now.
-        self._others = [path for path in _paths(folder) if _rank_of(path) >= ranks and _rank_of(path) % ranks == rank]
+        self._file = RecordFile(folder / f"{_NAME}-rank{rank}.msgpack")
+        self._others = other_journals(folder, _NAME, rank, ranks)
         self._note = note
+        self._turns = TurnJournal(folder, rank, ranks, note) if records_turns else None
         self._index: list[tuple[GroupHead, Place]] | None = None
         """The records of the file. None: it was not read."""
         self._missing = 0
@@ -104,6 +106,7 @@ class GroupJournal:
         A group in which every episode failed is left out: when it is played again, it may succeed.
         """
         if all(trajectory.reward is None for trajectory in rollout.trajectories):
+            self._close_group(number)
             return
         group = FinishedGroup(number=number, version=version, base=self.base, step=step, rollout=rollout)
         try:
@@ -112,6 +115,22 @@ class GroupJournal:
             self._fail(error)
             return
         self._queue_up(lambda: self._append(GroupHead(number=number, version=version), payload))
+        self._queue_up(lambda: self._close_group(number))
+
+    @property
+    def records_turns(self) -> bool:
+        """True if `progress` records groups that have not finished."""
+        return self._turns is not None
+
+    def progress(self, number: int, version: str, step: int, progress: EpisodeProgress) -> None:
+        """Record a turn, or an episode that has ended, of a group that goes on. The arguments are those of `put`."""
+        if self._turns is not None:
+            self._turns.put(number, version, self.base, step, progress)
+
+    def go_on(self, plays: Mapping[tuple[int, int], float]) -> None:
+        """Record further turns of these episodes behind those that an earlier start of the run recorded."""
+        if self._turns is not None:
+            self._turns.go_on(plays)
 
     def keep(self, is_needed: Callable[[GroupHead], bool], *, at_once: bool = False) -> None:
         """Remove the groups that nobody needs. Without `at_once`, do it when they are many.
@@ -119,6 +138,8 @@ class GroupJournal:
         `is_needed` is called in another thread.
         """
         self._queue_up(lambda: self._compact(is_needed, at_once))
+        if self._turns is not None:
+            self._turns.keep(is_needed, at_once=at_once)
 
     def close(self) -> None:
         """Write what waits, and end the thread. A disk that does not answer is left behind."""
@@ -127,6 +148,13 @@ class GroupJournal:
             self._thread.join(_CLOSE_SECONDS)
         except queue.Full:
             logger.error("%s: the disk did not answer for %d s.", self._file.path, _CLOSE_SECONDS)
+        if self._turns is not None:
+            self._turns.close()
+
+    def _close_group(self, number: int) -> None:
+        """Remove the turns of a group that is in the journal, or that no start could keep."""
+        if self._turns is not None:
+            self._turns.close_group(number)
 
     def _queue_up(self, work: Callable[[], None]) -> None:
         try:
@@ -173,7 +201,7 @@ class GroupJournal:
     def _read(self) -> list[tuple[GroupHead, Place]]:
         if self._index is None:
             path = self._file.path
-            self._index = [(_decode(p, GroupHead, path, place), place) for place, p in self._file.read()]
+            self._index = [(decode_record(p, GroupHead, path, place), place) for place, p in self._file.read()]
         return self._index
 
     def _fail(self, error: Exception) -> None:
@@ -189,23 +217,4 @@ class GroupJournal:
 
 
 def _heads(path: Path) -> Iterator[tuple[GroupHead, Place]]:
-    return ((_decode(payload, GroupHead, path, place), place) for place, payload in read_records(path))
-
-
-def _paths(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("journal-rank*.msgpack") if path.stem[12:].isdecimal()]
-    return sorted(found, key=_rank_of)
-
-
-def _rank_of(path: Path) -> int:
-    return int(path.stem[12:])
-
-
-def _decode(payload: bytes, kind: type[T], path: Path, place: Place) -> T:
-    try:
-        return msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.DecodeError as error:
-        raise BadRequestError(
-            f"{path} has at byte {place.offset} a group that this version of the package cannot read: {error}. Remove "
-            "the file to continue without its groups, which are then played again."
-        ) from None
+    return ((decode_record(payload, GroupHead, path, place), place) for place, payload in read_records(path))

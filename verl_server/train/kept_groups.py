@@ -3,7 +3,7 @@
 The checkpoint does not count them as done, and an earlier start played them. They are trained by the log-probabilities
 that were recorded when they were sampled, which are right whatever weights sampled them. Whether a group is young
 enough is up to the caller: `step_journal` needs the weights of its step, `async_grpo` has a largest age. Its age counts
-from the oldest version that sampled one of its tokens (`ancestors`).
+from the oldest version that sampled one of its tokens (`ancestors`). Groups that had not finished are `open_groups`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.train.ancestors import Ancestors
 from verl_server.train.checkpoints import Progress
 from verl_server.train.journal import FinishedGroup, read_groups
+from verl_server.train.open_groups import OpenGroups
+from verl_server.train.turn_journal import read_turns
 from verl_server.weight_version import WeightVersion
 
 
@@ -33,11 +35,16 @@ class KeptGroups:
     """Those of this start, with the starts that played the groups."""
     groups: dict[int, KeptGroup] = field(default_factory=dict)
     """Number -> the group; the youngest one if several starts played it."""
+    open: OpenGroups = field(default_factory=OpenGroups)
+    """Those that had not finished. Empty unless `replays`."""
 
     @classmethod
-    def read(cls, folder: Path, ancestors: Ancestors, is_wanted: Callable[[int], bool]) -> KeptGroups:
+    def read(
+        cls, folder: Path, ancestors: Ancestors, is_wanted: Callable[[int], bool], *, replays: bool = False
+    ) -> KeptGroups:
         """Return the groups of a run's folder whose numbers `is_wanted`. `ancestors` are those of this start.
 
+        With `replays`, groups that had not finished are read, too.
         Raise BadRequestError, which names the file, if a journal is damaged.
         """
         groups: dict[int, KeptGroup] = {}
@@ -50,22 +57,29 @@ class KeptGroups:
             if start is None or (found.number in groups and groups[found.number].start > start):
                 continue
             groups[found.number] = KeptGroup(start, found.rollout)
-        return cls(ancestors, groups)
+        opened = OpenGroups.of(read_turns(folder, is_wanted) if replays else [], ancestors, groups)
+        return cls(opened.ancestors, groups, opened)
 
     @classmethod
     def on_first_rank(
-        cls, ranks: RankGroup, folder: Path, progress: Progress, is_wanted: Callable[[int], bool]
+        cls,
+        ranks: RankGroup,
+        folder: Path,
+        progress: Progress,
+        is_wanted: Callable[[int], bool],
+        *,
+        replays: bool = False,
     ) -> KeptGroups:
         """Return the groups on rank 0, and the ancestors on all ranks, which call it together; see `read`."""
         kept = cls()
 
         def read(_: list[bytes]) -> dict[str, int]:
             nonlocal kept
-            kept = cls.read(folder, Ancestors.of(progress), is_wanted)
+            kept = cls.read(folder, Ancestors.of(progress), is_wanted, replays=replays)
             return dict(kept.ancestors.forks)
 
         forks = ranks.call("KeptGroups", read)
-        return cls(Ancestors(forks), kept.groups)
+        return cls(Ancestors(forks), kept.groups, kept.open)
 
     def take(self, number: int) -> KeptGroup | None:
         """Return a group, and forget it. None: it must be played."""
@@ -86,7 +100,12 @@ def _start(group: FinishedGroup, began: WeightVersion, ancestors: Ancestors) -> 
 def relabel(rollouts: Iterable[Rollout], ancestors: Ancestors, version: WeightVersion) -> None:
     """Label the tokens of the weights `version` as this start labels them. Those of other weights keep their labels."""
     for trajectory in (t for rollout in rollouts for t in (*rollout.trajectories, *rollout.replaced)):
-        trajectory.weight_versions = [
-            str(version) if label and ancestors.number_of(label, version.incarnation) == version.number else label
-            for label in trajectory.weight_versions
-        ]
+        trajectory.weight_versions = relabelled(trajectory.weight_versions, ancestors, version)
+
+
+def relabelled(labels: Iterable[str], ancestors: Ancestors, version: WeightVersion) -> list[str]:
+    """Return the labels of tokens: that of this start for the weights `version`, others as they are."""
+    return [
+        str(version) if label and ancestors.number_of(label, version.incarnation) == version.number else label
+        for label in labels
+    ]

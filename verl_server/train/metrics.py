@@ -187,6 +187,14 @@ class StepMetrics:
     """Groups that an earlier start of the run had played, and that were not played again (docs/checkpoints.md)."""
     environments: dict[str, EnvironmentFigures] = field(default_factory=dict)
     """Environment of a mixture -> its figures (docs/mixtures.md), those that are not None. Absent without a mixture."""
+    kept_episodes: int = 0
+    """Episodes that had ended in an earlier start of the run, in groups that had not, and that were not played again.
+    With `--replay-actions` only, as the next two."""
+    replayed_episodes: int = 0
+    """Episodes that went on from their last turn in an earlier start of the run: the environment repeated all answers.
+    """
+    replay_refused: int = 0
+    """Episodes that began again from their tasks, because the environment did not repeat the recorded answers."""
 
     @property
     def phases(self) -> dict[str, float]:
@@ -248,6 +256,9 @@ def describe_rollout(
         reusable_tokens=report.counts.reusable_tokens,
         kept_groups=report.kept_groups,
         environments={name: sums.figures() for name, sums in report.environments.items()},
+        kept_episodes=report.counts.ended_before,
+        replayed_episodes=report.counts.replayed,
+        replay_refused=report.counts.replay_refused,
     )
 
 

@@ -161,6 +161,11 @@ class TrainArgs:
     resume: bool = False
     """Continue the run in `--out`. It goes on from its checkpoint. The settings must be equal, except those of servers,
     devices, bounds of time, memory and the number of steps (docs/runs.md has the list)."""
+    replay_actions: bool = False
+    """Record each turn of the episodes. After a kill, --resume sends the recorded actions to the environment again, and
+    an episode goes on from its last turn if the environment repeats all answers exactly. Otherwise it begins again.
+    Episodes that have ended are kept while others of their group go on. For environments whose answers are functions of
+    seed and actions (docs/checkpoints.md). Not with --agent."""
     fork: OutputPath | None = None
     """Folder of another training run. This run begins from a copy of one of its checkpoints, in a new --out: with its
     weights, optimizer, step and position in the tasks. Settings may differ, but not the shape of the model."""
@@ -270,6 +275,12 @@ class TrainArgs:
                 f"--rank-timeout {self.rank_timeout:g} must exceed --trajectory-timeout "
                 f"{self.limits.trajectory_timeout:g}, because a rank waits for the slowest episode of the others."
             )
+        if self.replay_actions and self.rank_timeout < 2 * self.limits.trajectory_timeout:
+            raise BadRequestError(
+                f"--rank-timeout {self.rank_timeout:g} must be at least twice --trajectory-timeout "
+                f"{self.limits.trajectory_timeout:g} with --replay-actions, because an episode may begin again after a "
+                "replay."
+            )
         check_names(self.stop_on)
         check_loggers(self.logger)
         self._check_mixture()
@@ -323,6 +334,11 @@ class TrainArgs:
             raise BadRequestError("--agent needs something to play: name --tasks, --env-url, or both.")
         if self.env_url is not None and self.tasks is not None and is_named(self.tasks):
             raise BadRequestError(f"--tasks {self.tasks} has its own environment: remove --env-url.")
+        if self.replay_actions:
+            raise BadRequestError(
+                "--replay-actions is for the built-in loop: an agent is a program, and it would not act again as it "
+                "did. Remove the option, or --agent."
+            )
         if self.limits.straggler_timeout is not None:
             raise BadRequestError("--straggler-timeout is not implemented for --agent: use --trajectory-timeout.")
         if self.server_urls and not (self.server.api_key or self.server.admin_api_key):

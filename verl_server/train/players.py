@@ -16,6 +16,7 @@ from verl_server.rollout.agent_loop import AgentLoop, OnGroup, Rollout
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.environment_setup import EnvironmentSetup
 from verl_server.rollout.loop_thread import Running
+from verl_server.rollout.recorded_turns import Recording
 from verl_server.rollout.renderer import ChatRenderer, TextRenderer
 from verl_server.rollout.trajectory import Task, Trajectory
 from verl_server.train.agent_groups import AgentGroups
@@ -41,10 +42,12 @@ class Player(Protocol):
         version: str | None = None,
         replaces: bool = True,
         on_group: OnGroup | None = None,
+        recording: Recording | None = None,
     ) -> Running[Rollout]:
         """Play all tasks in another thread, in which `on_finish` is called with each trajectory that has ended.
 
-        `on_group` is called there with the episodes of each group when all of them have ended.
+        `on_group` is called there with the episodes of each group when all of them have ended. `recording` takes the
+        turns of episodes that go on, and has those of an earlier start. An agent has none.
 
         Episodes play on servers whose weights have `version`, and wait while there is none. An episode that fails
         raises nothing: its trajectory has no reward. Without `replaces`, no other episode takes its place.

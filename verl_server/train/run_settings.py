@@ -47,6 +47,7 @@ MAY_DIFFER = {
     "eval_timeout": _MEASURED,
     "eval_success": _MEASURED,
     "eval_file": _MEASURED,
+    "replay_actions": "the tokens of an episode that goes on are those that it had",
     "keep_trajectories": "it changes what is recorded only",
     "logger": "it changes what is recorded only",
     "max_skipped_steps": _END,

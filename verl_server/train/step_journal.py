@@ -1,8 +1,9 @@
 """`StepJournal`: the finished groups of a synchronous run on one rank.
 
 `grpo` plays the groups of a step under the step's weights, and a resumed run has no other weights. So it keeps groups
-of the step with which it continues, if exactly the weights of the checkpoint sampled them, and plays the others. What
-it trains is then what the run would have trained without the interruption, bit for bit.
+of the step with which it continues, if exactly the weights of the checkpoint sampled them, and plays the others. With
+`--replay-actions`, the episodes of groups that had not finished go on under the same condition (`recording`). What it
+trains is then what the run would have trained without the interruption, bit for bit.
 
 Groups are named by their numbers, and each rank reads the journals of all ranks. So a run may continue on another
 number of ranks. Only groups in journals that the rank cannot see, on another machine, are played again.
@@ -14,11 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.recorded_turns import EpisodeProgress, RecordedEpisode, Recording
 from verl_server.rollout.trajectory import Task, Trajectory
 from verl_server.train.ancestors import Ancestors
 from verl_server.train.checkpoints import Progress
-from verl_server.train.journal import GroupHead, GroupJournal
-from verl_server.train.kept_groups import KeptGroups, relabel
+from verl_server.train.journal import GroupJournal
+from verl_server.train.journal_records import GroupHead
+from verl_server.train.kept_groups import KeptGroups, relabel, relabelled
 from verl_server.weight_version import WeightVersion
 
 
@@ -38,9 +41,13 @@ class StepJournal:
         self.ancestors = Ancestors.of(progress)
         step = progress.next_step
         self._saved_steps = [step]
-        self._kept = KeptGroups.read(folder, self.ancestors, lambda number: number // self._groups == step)
+        replays = self._journal is not None and self._journal.records_turns
+        self._kept = KeptGroups.read(
+            folder, self.ancestors, lambda number: number // self._groups == step, replays=replays
+        )
         if self._journal is not None:
             self._journal.base = progress.label
+            self._journal.go_on(self._kept.open.plays)
 
     def take(
         self,
@@ -70,6 +77,32 @@ class StepJournal:
             journal.put(step * self._groups + rollout.trajectories[0].task.group, str(version), step, rollout)
 
         return write
+
+    def recording(self, tasks: Sequence[Task], step: int, version: WeightVersion) -> Recording | None:
+        """Return what takes the turns of `tasks` in `step`, and has the episodes that go on from an earlier start.
+
+        None: turns are not recorded. Episodes go on that exactly the weights `version` have sampled.
+        """
+        journal, first = self._journal, step * self._groups
+        if journal is None or not journal.records_turns:
+            return None
+        earlier: dict[tuple[int, int], RecordedEpisode] = {}
+        for group in {task.group for task in tasks}:
+            found = self._kept.open.take(first + group, version.number)
+            for episode in found.episodes if found is not None else []:
+                self._relabel(episode, version)
+                earlier[group, episode.member] = episode
+
+        def record(group: int, progress: EpisodeProgress) -> None:
+            journal.progress(first + group, str(version), step, progress)
+
+        return Recording(record, earlier)
+
+    def _relabel(self, episode: RecordedEpisode, version: WeightVersion) -> None:
+        for turn in episode.turns:
+            turn.weight_versions = relabelled(turn.weight_versions, self._kept.ancestors, version)
+        if (ended := episode.ended) is not None:
+            ended.weight_versions = relabelled(ended.weight_versions, self._kept.ancestors, version)
 
     def step_ended(self, next_step: int) -> None:
         """Remove the groups of which no checkpoint would make use any more."""

@@ -379,10 +379,10 @@ class SegmentRemoved(RunEvent, tag_field="kind", tag="segment_removed"):
 
 
 class JournalFailed(RunEvent, tag_field="kind", tag="journal_failed"):
-    """A group that had finished could not be written to the journal. The run goes on.
+    """A group that had finished, or turns of one that goes on, could not be written to the journal. The run goes on.
 
-    If it is killed, it plays the group again when it is resumed. Later groups are tried again, and only the first of
-    several failures in a row has an event.
+    If it is killed, it plays the group again when it is resumed, or the episode from an earlier turn. Later ones are
+    tried again, and only the first of several failures in a row has an event.
     """
 
     rank: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from verl_server.train.journal import GroupHead
+from verl_server.train.journal_records import GroupHead
 from verl_server.train.rollouts.group_buffer import Group, GroupBuffer
 
 
@@ -265,3 +265,19 @@ def test_the_journal_needs_what_a_checkpoint_needs_that_is_being_written() -> No
     assert needed(4, "5@aaaaaaaa")  # undone in the last one
     buffer.note_saved()
     assert needed(6, "10@aaaaaaaa") and not needed(4, "5@aaaaaaaa")
+
+
+def test_a_group_that_goes_on_is_as_old_as_its_oldest_episode() -> None:
+    buffer: GroupBuffer[str] = GroupBuffer(1, 1)
+    buffer.resume(0, [], version=4)
+    first, second = buffer.start(9)
+    assert not buffer.go_on(first, 2, 4) and first.oldest is None and first.start is None  # too old
+    assert buffer.go_on(first, 3, 4)
+    assert not buffer.go_on(second, 3, 4) and second.oldest is None  # one step cannot use both
+    for group in (first, second):
+        buffer.begin(group.number, 4, 7)
+    assert (first.start, first.step, first.is_kept) == (3, 7, False) and second.start == 4
+    buffer.finish(second.number, "result")
+    assert buffer.batch(4) == "deadline"  # the step waits for the older one
+    buffer.finish(first.number, "result")
+    assert buffer.batch(4) == [first]

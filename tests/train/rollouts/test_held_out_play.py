@@ -228,6 +228,7 @@ class Gated:
         version: str | None = None,
         slots: Any = None,
         replaces: bool = True,
+        recording: None = None,
     ) -> Rollout:
         gate = self._gates.setdefault(tasks[0].group, asyncio.Event())
         self.replaces.append(replaces)

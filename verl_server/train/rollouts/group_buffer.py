@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from verl_server.train.journal import GroupHead
+from verl_server.train.journal_records import GroupHead
 from verl_server.weight_version import WeightVersion
 
 T = TypeVar("T")
@@ -49,6 +49,8 @@ class Group(Generic[T]):
     """Set when all episodes of the group have ended."""
     is_kept: bool = False
     """True if an earlier start of the run played the group."""
+    oldest: int | None = None
+    """For a group whose episodes go on from an earlier start of the run: the place of their oldest version."""
 
 
 class GroupBuffer(Generic[T]):
@@ -136,7 +138,8 @@ class GroupBuffer(Generic[T]):
         """Note that a group began to play while `version` was served. One that begins again is as old as at last."""
         group = self._started.get(number)
         if group is not None and group.result is None:
-            group.start, group.step = version, step
+            group.start = version if group.oldest is None else min(group.oldest, version)
+            group.step = step
 
     def finish(self, number: int, result: T) -> None:
         """Note that a group has finished. A group that was dropped, or that had finished before, is ignored."""
@@ -150,13 +153,29 @@ class GroupBuffer(Generic[T]):
         Return False, and leave the group to be played, if it or another one would become too old: too many old groups
         may be due at once.
         """
+        if not self._is_in_time(group, start, version):
+            return False
+        group.step, group.result, group.is_kept = step, result, True
+        return True
+
+    def go_on(self, group: Group[T], oldest: int, version: int) -> bool:
+        """Note that a started group goes on from an earlier start of the run, as old as `oldest`.
+
+        Return False, and leave the group to be played from its tasks, in the cases of `keep`.
+        """
+        if not self._is_in_time(group, oldest, version):
+            return False
+        group.oldest = oldest
+        return True
+
+    def _is_in_time(self, group: Group[T], start: int, version: int) -> bool:
+        """Set the start of a group, and return True if the steps from `version` on can use all groups in time."""
         group.start = start
         due = sorted(map(self._due, self._started.values()))
         is_late = any(last < version + place // self.groups for place, last in enumerate(due))
         if self._due(group) < version or (is_late and not self._drops):
             group.start = None
             return False
-        group.step, group.result, group.is_kept = step, result, True
         return True
 
     def batch(self, version: int) -> list[Group[T]] | Wait:

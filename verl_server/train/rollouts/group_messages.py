@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.recorded_turns import EpisodeProgress, RecordedEpisode
 from verl_server.rollout.trajectory import Task
 from verl_server.train.options import TrainArgs
 from verl_server.train.ppo_options import PPOConfig, PPOTrainArgs
@@ -45,6 +46,8 @@ class PlayGroup(msgspec.Struct, tag=True, kw_only=True):
     """One task for each episode."""
     held_out: int | None = None
     """`Evaluation.step` if this is one episode of an evaluation, else None."""
+    earlier: list[RecordedEpisode] = []
+    """Episodes that go on from an earlier start of the run (`--replay-actions`)."""
 
 
 class CancelGroup(msgspec.Struct, tag=True, kw_only=True):
@@ -60,6 +63,13 @@ class EpisodeEnded(msgspec.Struct, tag=True, kw_only=True):
     """Its line of trajectories-rank0.jsonl."""
     row: tuple[Any, ...]
     """Its row in the index of these lines (`watch.index`)."""
+
+
+class EpisodeWentOn(msgspec.Struct, tag=True, kw_only=True):
+    """An episode of a group has played a turn, or has ended. It is sent with `--replay-actions`."""
+
+    group: int
+    progress: EpisodeProgress
 
 
 class GroupBegan(msgspec.Struct, tag=True, kw_only=True):
@@ -91,7 +101,7 @@ class Alive(msgspec.Struct, tag=True):
     """The process still plays. It is sent every few seconds."""
 
 
-FromPlayer = EpisodeEnded | GroupBegan | GroupEnded | Alive
+FromPlayer = EpisodeEnded | EpisodeWentOn | GroupBegan | GroupEnded | Alive
 
 
 def decode_args(values: dict[str, Any]) -> TrainArgs:

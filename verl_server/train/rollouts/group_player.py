@@ -28,12 +28,14 @@ from verl_server.files.json_values import jsonable
 from verl_server.ipc.child_process import child_main
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.agents.program import memory_hidden
+from verl_server.rollout.recorded_turns import EpisodeProgress, Recording
 from verl_server.rollout.trajectory import Task, Trajectory, labelled
 from verl_server.train.players import open_player
 from verl_server.train.rollouts.group_messages import (
     Alive,
     CancelGroup,
     EpisodeEnded,
+    EpisodeWentOn,
     FromPlayer,
     GroupBegan,
     GroupEnded,
@@ -67,10 +69,11 @@ class GroupsOf(Protocol):
         version: str | None = None,
         slots: AbstractAsyncContextManager[object] | None = None,
         replaces: bool = True,
+        recording: Recording | None = None,
     ) -> Rollout:
         """Play the tasks of a group. `slots` bounds the episodes of all groups together.
 
-        Without `replaces`, no episode replaces another one.
+        Without `replaces`, no episode replaces another one. An agent has no `recording`.
         """
 
 
@@ -83,12 +86,21 @@ class GroupPlayer:
     """
 
     def __init__(
-        self, player: GroupsOf, send: Callable[[FromPlayer], None], incarnation: str, max_concurrency: int | None = None
+        self,
+        player: GroupsOf,
+        send: Callable[[FromPlayer], None],
+        incarnation: str,
+        max_concurrency: int | None = None,
+        records_turns: bool = False,
     ) -> None:
-        """`send` takes each message; it must not block. `max_concurrency` bounds the episodes of all groups."""
+        """`send` takes each message; it must not block. `max_concurrency` bounds the episodes of all groups.
+
+        With `records_turns`, each turn is sent (`EpisodeWentOn`).
+        """
         self._player = player
         self._send = send
         self._incarnation = incarnation
+        self._records_turns = records_turns
         self._places = Places(max_concurrency, self._begin)
         self._held_out_most = max(1, (max_concurrency or 2**30) // 4)
         self._served = NowServed(version="", step=0)
@@ -171,14 +183,25 @@ class GroupPlayer:
         self, group: PlayGroup, record: Callable[[Trajectory], None], demand: str, places: GroupPlaces
     ) -> Rollout:
         """Play a group. While no server can begin it, wait: the trainer brings one back, or ends the run."""
-        level, replaces = logging.WARNING, group.held_out is None
+        level, replaces, recording = logging.WARNING, group.held_out is None, self._recording(group)
         while True:
             try:
-                return await self._player.arun(group.tasks, record, version=demand, slots=places, replaces=replaces)
+                return await self._player.arun(
+                    group.tasks, record, version=demand, slots=places, replaces=replaces, recording=recording
+                )
             except (ServerUnavailableError, ServerDiedError, ServerRestartedError) as error:
                 logger.log(level, "Group %d waits for a server and begins again: %s", group.group, error)
             level = logging.DEBUG  # once for each group
             await asyncio.sleep(_RETRY_PAUSE)
+
+    def _recording(self, group: PlayGroup) -> Recording | None:
+        if not self._records_turns or group.held_out is not None:
+            return None
+
+        def went_on(number: int, progress: EpisodeProgress) -> None:
+            self._send(EpisodeWentOn(group=number, progress=progress))
+
+        return Recording(went_on, {(group.group, episode.member): episode for episode in group.earlier})
 
     async def close(self) -> None:
         """Cancel all groups, and wait until their episodes have closed their environments."""
@@ -228,7 +251,7 @@ async def _run(wire: _Wire, setup: PlayerSetup, ready: Callable[[dict[str, Any]]
         if args.agent is not None:
             stack.enter_context(memory_hidden())  # the agents' programs must not read the owner's keys
         player = stack.enter_context(open_player(args, setup.urls, setup.keys))
-        groups = GroupPlayer(player, wire.send, setup.incarnation, args.max_concurrency)
+        groups = GroupPlayer(player, wire.send, setup.incarnation, args.max_concurrency, args.replay_actions)
         wire.serve(groups.handle, loop, end)
         ready({})
         while not end.is_set():

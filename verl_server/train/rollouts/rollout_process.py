@@ -22,12 +22,13 @@ import msgspec
 
 from verl_server.errors import ServerLaunchError, VerlServerError
 from verl_server.ipc.child_process import ChildProcess, describe_exit
-from verl_server.rollout.agent_loop import Rollout
 from verl_server.train.held_out import HELD_OUT
+from verl_server.train.journal import GroupJournal
 from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.rollouts.group_messages import (
     CancelGroup,
     EpisodeEnded,
+    EpisodeWentOn,
     FromPlayer,
     GroupBegan,
     GroupEnded,
@@ -67,21 +68,21 @@ class RolloutProcess:
         setup: PlayerSetup,
         on_episode: Callable[[bytes, tuple[Any, ...]], None],
         also: Callable[[], None] | None = None,
-        on_group: Callable[[int, str, int, Rollout], None] | None = None,
+        journal: GroupJournal | None = None,
         *,
         environment_url: str = "",
         is_agent: bool = False,
     ) -> None:
         """Start the process, and wait until it is ready.
 
-        `on_episode` is called in another thread with the line and the row of each episode that ends, and `on_group`
-        there with (number, version and step with which it began, episodes) of each group. `also` is called several
-        times a second during the start, and may raise to give it up. Raise ServerLaunchError if the process
-        cannot start; the error has the reason (a wrong agent, say).
+        `on_episode` is called in another thread with the line and the row of each episode that ends. `journal` takes
+        each group there, and the turns of groups that go on. `also` is called several times a second during the start,
+        and may raise to give it up. Raise ServerLaunchError if the process cannot start; the error has the reason (a
+        wrong agent, say).
         """
         self._setup = setup
         self._on_episode = on_episode
-        self._on_group = on_group
+        self._journal = journal
         self._also = also
         self.environment_url = environment_url
         self.is_agent = is_agent
@@ -184,7 +185,7 @@ class RolloutProcess:
             self._connection.close()
             self._child.terminate(grace=0)
             raise
-        self._inbox = _Inbox(self._connection, self._on_episode, self._on_group)
+        self._inbox = _Inbox(self._connection, self._on_episode, self._journal)
         self._has_ended = False
 
     def _relaunch(self) -> None:
@@ -217,13 +218,13 @@ class _Inbox:
         self,
         connection: Connection,
         on_episode: Callable[[bytes, tuple[Any, ...]], None],
-        on_group: Callable[[int, str, int, Rollout], None] | None,
+        journal: GroupJournal | None,
     ) -> None:
         self.groups: queue.SimpleQueue[GroupBegan | GroupEnded | Exception | None] = queue.SimpleQueue()
         """The groups that have begun and ended; an error of `on_episode`; None when the process has ended."""
         self._connection = connection
         self._on_episode = on_episode
-        self._on_group = on_group
+        self._journal = journal
         self._begun: dict[int, GroupBegan] = {}
         self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._receive, name="rollout-inbox", daemon=True)
@@ -252,6 +253,8 @@ class _Inbox:
                     self._on_episode(message.line, message.row)
                 elif isinstance(message, GroupBegan):
                     self._begun[message.group] = message
+                elif isinstance(message, EpisodeWentOn):
+                    self._note_progress(message)
                 elif isinstance(message, GroupEnded):
                     self._hand_on(message)
             except Exception as error:  # a full disk, say
@@ -264,21 +267,24 @@ class _Inbox:
         """Hand a finished group on before the trainer takes it, who changes the episodes that it leaves out."""
         begun = self._begun.pop(ended.group, None)
         is_trained = ended.group < HELD_OUT
-        if self._on_group is not None and is_trained and begun is not None and ended.rollout is not None:
-            self._on_group(ended.group, begun.version, begun.step, ended.rollout)
+        if self._journal is not None and is_trained and begun is not None and ended.rollout is not None:
+            self._journal.put(ended.group, begun.version, begun.step, ended.rollout)
+
+    def _note_progress(self, message: EpisodeWentOn) -> None:
+        begun = self._begun.get(message.group)
+        if self._journal is not None and begun is not None:
+            self._journal.progress(message.group, begun.version, begun.step, message.progress)
 
 
 @contextlib.contextmanager
-def open_rollouts(
-    args: AsyncTrainArgs, parts: RunParts, on_group: Callable[[int, str, int, Rollout], None]
-) -> Iterator[RolloutProcess]:
+def open_rollouts(args: AsyncTrainArgs, parts: RunParts, journal: GroupJournal) -> Iterator[RolloutProcess]:
     """Yield the rollout process of a run. Rank 0 calls it when the servers are up."""
     setup = PlayerSetup(args=encode_args(args), urls=parts.servers.urls, keys=parts.keys, incarnation=parts.incarnation)
     rollouts = RolloutProcess(
         setup,
         parts.files.record_line,
         parts.stop.check,
-        on_group,
+        journal,
         environment_url=args.env_url or args.tasks or "",
         is_agent=args.agent is not None,
     )
