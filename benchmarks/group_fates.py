@@ -33,15 +33,17 @@ def group_fates(out: Path) -> dict[str, Any]:
 
 
 def step_fates(out: Path, groups: int) -> dict[str, Any]:
-    """Return the same figures of a synchronous run, each of whose steps uses `groups` groups of its own."""
+    """Return the same figures of a synchronous run, each of whose steps uses `groups` groups, and replaces others."""
     steps = list(read_metrics(out))
     found = collections.Counter(step["step"] for step in steps)
     checkpoint = latest_checkpoint(out)
-    expected = 0 if checkpoint is None else check_checkpoint(checkpoint).next_step
+    progress = None if checkpoint is None else check_checkpoint(checkpoint)
+    expected = 0 if progress is None else progress.next_step
     skipped = sum(step["skipped"] is not None for step in steps)
+    fates = {"trained": (len(steps) - skipped) * groups, "skipped": skipped * groups}
     return {
-        "groups": expected * groups,
-        "fates": {"trained": (len(steps) - skipped) * groups, "skipped": skipped * groups},
+        "groups": 0 if progress is None else progress.first_group(groups),
+        "fates": fates | {"no_spread": sum(step.get("refilled_groups", 0) for step in steps)},
         "twice": sorted(step for step, count in found.items() if count > 1),
         "lost": sorted(set(range(expected)) - set(found)),
     }

@@ -103,9 +103,9 @@ class KillCase:
         if not mark.exists() or checkpoint is None:  # without a checkpoint, there is nothing to continue from
             return figures | {"ended": False}
         progress = check_checkpoint(checkpoint)
-        started = progress.next_step * GROUPS if self.trainer == "grpo" else progress.next_group or 0
+        started = progress.first_group(GROUPS)
         done = set(range(started)) - set(progress.undone_groups or [])
-        finished = {group.number for group in read_groups(self.out, lambda number: number not in done)}
+        finished = {group.number for group in read_groups(self.out, lambda head: head.number not in done)}
         ends = [e.time for e in read_events(self.out) if isinstance(e, StepEnded) and e.step == progress.next_step - 1]
         reached = len(list(read_metrics(self.out)))
         evaluated = evaluation_counts(self.out)

@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         rollouts.served = lambda: servers.pushed[-1]
         if fault == "equal":  # in every step, which has nothing to train on
             rollouts.rewards = lambda group, member: 1.0
+        if fault == "equal rewards":  # in every other group
+            rollouts.rewards = lambda group, member: float(member % 2 and group % 2)
         yield rollouts
 
     await_batch, whole_step = AsyncGRPO._await_batch, AsyncGRPO.step

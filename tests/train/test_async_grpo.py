@@ -143,9 +143,11 @@ def test_without_staleness_it_is_grpo_bit_for_bit(policy_folder: Path) -> None:
 class Run:
     """An `AsyncGRPO` on scripted groups, with the fates that it noted."""
 
-    def __init__(self, folder: Path, rollouts: ScriptedGroups, steps: int = 6, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, rollouts: ScriptedGroups, steps: int = 6, refill: int = 0, **settings: Any
+    ) -> None:
         self.servers, self.rollouts, self.fates = Pushes(), rollouts, list[GroupDone]()
-        self.trainer = trainer_of(folder, steps)
+        self.trainer = trainer_of(folder, steps, refill=refill)
         self.stop = StopRequest()
         given = {"max_staleness": 2, "stop": self.stop, "incarnation": INCARNATION} | settings
         self.algorithm = AsyncGRPO(
@@ -458,11 +460,14 @@ def test_a_server_with_other_weights_raises_the_alarm(policy_folder: Path) -> No
         rollouts.close()
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(("staleness", "refill"), [(0, 0), (1, 0), (2, 0), (0, 2), (2, 2)])
 def test_groups_in_the_journal_are_not_played_again_while_they_are_young(
-    policy_folder: Path, tmp_path: Path, staleness: int
+    policy_folder: Path, tmp_path: Path, staleness: int, refill: int
 ) -> None:
-    """The run is killed again and again, one or two steps after its checkpoint. Each group has one fate."""
+    """The run is killed again and again, one or two steps after its checkpoint. Each group has one fate.
+
+    With a refill, every other group lacks spread.
+    """
     draw = random.Random(4 + staleness)
     fates, kept, played = list[GroupDone](), list[int](), Counter[int]()
     saved, start = 0, 0
@@ -475,12 +480,15 @@ def test_groups_in_the_journal_are_not_played_again_while_they_are_young(
             policy_folder,
             rollouts,
             steps=8,
+            refill=refill,
             incarnation=incarnation,
             max_staleness=staleness,
             journal=journal,
             record=lambda step, episodes, to=recorded: to.extend(t.task.group for t in episodes),
         )
         rollouts.finished = journal.put
+        if refill:
+            rollouts.rewards = lambda group, member: 1.0 if group % 2 else float(member % 2)
         if (checkpoint := latest_checkpoint(tmp_path)) is not None:
             run.algorithm.load(checkpoint)
         run.begin()
@@ -500,6 +508,8 @@ def test_groups_in_the_journal_are_not_played_again_while_they_are_young(
         undone = progress.undone_groups or []
         assert sorted([*(fate.group for fate in fates), *undone]) == list(range(progress.next_group or 0))
         start += 1
-    assert sorted(fate.group for fate in fates) == list(range(24)) and {fate.fate for fate in fates} == {"trained"}
+    counts = Counter(fate.fate for fate in fates)
+    assert sorted(fate.group for fate in fates) == list(range(24 + counts["no_spread"])) and counts["trained"] == 24
+    assert len(counts) == (2 if refill else 1)
     assert kept and len(set(kept)) == len(kept)
     assert (tmp_path / "journal-rank0.msgpack").stat().st_size == 0

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.torchrun import run_ranks
 from tests.train import async_ranks
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
-from verl_server.watch.run_files import read_evaluations, read_events
+from verl_server.watch.run_files import read_evaluations, read_events, read_metrics
 from verl_server.watch.run_records import GroupDone
 
 STEPS = 4
@@ -54,6 +54,20 @@ def test_the_samples_are_divided_over_the_ranks(policy_folder: Path, tmp_path: P
     straight, divided = (load_file(tmp_path / ranks / "model/model.safetensors") for ranks in ("1", "2"))
     for name, weight in straight.items():
         torch.testing.assert_close(divided[name], weight, rtol=0, atol=2e-3)  # Adam's first steps magnify rounding
+
+
+def test_groups_without_spread_are_replaced_for_both_ranks(policy_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    codes, log = play("equal rewards", 2, policy_folder, out, "--grpo.refill", "3")
+    assert codes == [0, 0], log[-6000:]
+    metrics = list(read_metrics(out))
+    assert all(line["kept"] == 12 and line["groups"] == 3 + line["refilled_groups"] for line in metrics)
+    used = [group for rank in (0, 1) for _, group, _ in trained(out, rank)]
+    assert (
+        len(used) == 4 * 3 * STEPS and all(group % 2 for group in used) and all(trained(out, rank) for rank in (0, 1))
+    )
+    replaced = sum(line["refilled_groups"] for line in metrics)
+    assert replaced > 0 and fates(out) == list(range(3 * STEPS + replaced))
 
 
 ENDS = {

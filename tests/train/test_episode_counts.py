@@ -64,5 +64,11 @@ def test_ranks_are_added() -> None:
     first, second = counts(played(2, 8, finish="length")), counts(make_trajectory(1, -1.0), make_trajectory(1, 4.0))
     total = first + second + EpisodeCounts()
     assert total == EpisodeCounts(
-        groups=2, without_spread=1, lowest=-1.0, highest=4.0, truncated=1, prompt_tokens=2 + 12 + 4, reusable_tokens=12
+        groups=2,
+        equal_rewards=[2.0],
+        lowest=-1.0,
+        highest=4.0,
+        truncated=1,
+        prompt_tokens=2 + 12 + 4,
+        reusable_tokens=12,
     )

@@ -123,6 +123,16 @@ def test_an_asynchronous_run_is_not_forked_by_the_synchronous_trainer(source: Pa
     assert fork_checkpoint(source, 30, out, ASYNC).checkpoint.exists()
 
 
+def test_a_synchronous_run_with_a_refill_is_forked_by_both_trainers(source: Path, tmp_path: Path) -> None:
+    """It has a position, too, but its groups are trained in their order."""
+    (source / "checkpoint-30/run.json").unlink()
+    write_progress(source / "checkpoint-30", Progress(30, 30, next_group=99))
+    for command in (SYNC, ASYNC):
+        out = tmp_path / command
+        out.mkdir()
+        assert check_checkpoint(fork_checkpoint(source, 30, out, command).checkpoint).first_group(2) == 99
+
+
 def test_a_command_that_did_not_begin_leaves_nothing_that_blocks_the_next_one(source: Path, out: Path) -> None:
     def folder() -> RunFolder:
         return RunFolder(out, lambda: {"command": SYNC}, lambda: fork_checkpoint(source, 20, out, SYNC))

@@ -25,6 +25,7 @@ from verl_server.train.ranks import all_ranks
 from verl_server.train.run_folder import RunFolder
 from verl_server.train.run_tasks import make_tasks
 from verl_server.train.step_journal import StepJournal, joined
+from verl_server.train.task_order import TaskOrder
 from verl_server.watch.run_records import JournalFailed
 from verl_server.weight_version import WeightVersion
 
@@ -38,7 +39,7 @@ def rollout(*labels: str, group: int = 0, reward: float | None = 1.0) -> Rollout
 
 
 def found(folder: Path) -> list[FinishedGroup]:
-    return list(read_groups(folder, lambda number: True))
+    return list(read_groups(folder, lambda head: True))
 
 
 def test_groups_are_read_as_they_were(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_groups_are_read_as_they_were(tmp_path: Path) -> None:
     assert one.rollout.trajectories[0].turns[0].observation == first.trajectories[0].turns[0].observation
     assert one.rollout.replaced == first.replaced
     assert (two.number, two.base, two.rollout.trajectories[0].reward) == (7, f"3@{B}", 1.0)
-    assert [group.number for group in read_groups(tmp_path, lambda number: number == 7)] == [7]
+    assert [group.number for group in read_groups(tmp_path, lambda head: head.number == 7)] == [7]
 
 
 def test_a_group_whose_episodes_all_failed_is_played_again(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_the_oldest_token_decides_and_the_youngest_play_of_a_group_is_kept(tmp_p
     journal.put(2, f"5@{B}", 5, rollout(f"5@{B}"))
     journal.put(3, f"6@{B}", 5, rollout(f"6@{B}", "free"))
     journal.close()
-    kept = KeptGroups.read(tmp_path, Ancestors.of(Progress(5, 5, incarnation=A)), lambda number: number < 9)
+    kept = KeptGroups.read(tmp_path, Ancestors.of(Progress(5, 5, incarnation=A)), lambda head: head.number < 9)
     assert {number: group.start for number, group in kept.groups.items()} == {1: 3, 2: 5, 3: 4}
     assert kept.ancestors.forks == {A: 5, B: 5}
     assert kept.take(2) is not None and kept.take(2) is None
@@ -206,8 +207,10 @@ def test_a_step_keeps_the_groups_of_exactly_its_weights(tmp_path: Path) -> None:
         journal.base = f"2@{A}" if label.endswith(B) else ""
         journal.put(number, label, 2, rollout(label, group=number % 4))
     journal.close()
-    step = StepJournal(4)
-    step.resume(tmp_path, Progress(2, 2, incarnation=A))
+    order, progress = TaskOrder(4), Progress(2, 2, incarnation=A)
+    order.resume(progress)
+    step = StepJournal(order)
+    step.resume(tmp_path, progress)
     tasks = [make_trajectory(group, 1.0).task for group in (0, 0, 1, 1, 2, 2, 3, 3)]
     ended: list[Trajectory] = []
     version = WeightVersion(2, C)

@@ -94,7 +94,7 @@ def plays(loop: AgentLoop, game: Callable[[], Any]) -> None:
 def recorded(folder: Path) -> dict[tuple[int, int], list[int]]:
     """Return (group, member) -> the sampled tokens that are recorded of an episode that goes on."""
     found: dict[tuple[int, int], list[int]] = {}
-    for record in read_turns(folder, lambda number: True):
+    for record in read_turns(folder, lambda head: True):
         if record.progress.turn is not None:
             found.setdefault((record.number, record.progress.member), []).extend(record.progress.turn.action_tokens)
     return found
@@ -316,7 +316,7 @@ def test_a_trainer_that_was_killed_in_long_episodes_keeps_their_turns(
 
         def have_played() -> bool:
             """Return True if each episode of step 1 has played three turns, or has ended."""
-            turns = Counter((r.number, r.progress.member) for r in read_turns(out, lambda number: number in (2, 3)))
+            turns = Counter((r.number, r.progress.member) for r in read_turns(out, lambda head: head.number in (2, 3)))
             ends = {(r.number, r.progress.member) for r in read_turns(out, bool) if r.progress.ended is not None}
             places = [(group, member) for group in (2, 3) for member in range(4)]
             has_come = all(turns[place] == 3 or place in ends for place in places)

@@ -46,7 +46,7 @@ def ended(*labels: str, member: int = 0) -> EpisodeProgress:
 
 
 def found(folder: Path) -> list[TurnRecord]:
-    return list(read_turns(folder, lambda number: True))
+    return list(read_turns(folder, lambda head: True))
 
 
 def numbers(folder: Path) -> list[int]:
@@ -80,7 +80,7 @@ def test_turns_are_read_as_they_were(tmp_path: Path) -> None:
     assert one.progress.turn.turn.observation == {"n": [1, 2.5, None, b"bytes"]}
     assert two.progress.turn.weight_versions == [f"4@{A}"]
     assert one.play == two.play and last.progress.ended is not None
-    assert list(read_turns(tmp_path, lambda number: number == 3)) == [] == list(read_groups(tmp_path, bool))
+    assert list(read_turns(tmp_path, lambda head: head.number == 3)) == [] == list(read_groups(tmp_path, bool))
 
 
 def test_turns_of_some_time_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_group_that_has_finished_has_no_turns(tmp_path: Path, succeeds: bool) 
     journal.put(3, f"0@{A}", 0, rollout(f"0@{A}", reward=1.0 if succeeds else None))
     journal.keep(lambda head: True, at_once=True)
     journal.close()
-    assert numbers(tmp_path) == [4] and len(list(read_groups(tmp_path, lambda number: True))) == succeeds
+    assert numbers(tmp_path) == [4] and len(list(read_groups(tmp_path, lambda head: True))) == succeeds
 
 
 def test_turns_are_not_recorded_unless_asked_for(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_full_disk_is_told_once_and_leaves_a_gap(
     journal.close()
     assert [(event.file, "No space" in event.error) for event in events] == [(NAME, True)]
     assert caplog.text.count("The run goes on") == 1 and "It lacks turns" in caplog.text
-    group = KeptGroups.read(tmp_path, Ancestors({A: 0}), lambda number: True, replays=True).open.take(3, 0)
+    group = KeptGroups.read(tmp_path, Ancestors({A: 0}), lambda head: True, replays=True).open.take(3, 0)
     assert group is not None and [t.number for t in group.episodes[0].turns] == [0, 1]
 
 
@@ -210,7 +210,7 @@ def test_journals_of_ranks_that_are_gone_are_removed(tmp_path: Path, monkeypatch
 
 def opened(folder: Path, **forks: int) -> KeptGroups:
     progress = Progress(5, 5, incarnation=A, ancestors=forks)
-    return KeptGroups.read(folder, Ancestors.of(progress), lambda number: number < 9, replays=True)
+    return KeptGroups.read(folder, Ancestors.of(progress), lambda head: head.number < 9, replays=True)
 
 
 def test_the_latest_play_of_an_episode_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_a_group_that_has_finished_is_not_open(tmp_path: Path) -> None:
     turns.close()
     kept = opened(tmp_path)
     assert 3 in kept.groups and kept.open.take(3, 0) is None
-    assert not KeptGroups.read(tmp_path, Ancestors({A: 5}), lambda number: True).open.episodes
+    assert not KeptGroups.read(tmp_path, Ancestors({A: 5}), lambda head: True).open.episodes
 
 
 def test_counts_of_trajectories() -> None:

@@ -111,6 +111,9 @@ def test_a_reward_that_never_differs_is_named() -> None:
     assert (advisory.severity, "too hard" in advisory.cause) == ("warning", True)
     (advisory,) = judged([easy] * 3)
     assert (advisory.severity, "have become easy" in advisory.cause) == ("info", True)
+    assert "--grpo.refill plays other groups" in advisory.remedy
+    (advisory,) = judged([easy | {"refilled_groups": 20}] * 3)
+    assert "--grpo.refill" not in advisory.remedy
     single = line(groups=256, groups_without_spread=256, kept=256)  # PPO: one episode of each task, and all teach
     assert not judged([single] * 5)
 

@@ -48,6 +48,7 @@ from verl_server.train.journal import GroupJournal
 from verl_server.train.kept_groups import KeptGroups
 from verl_server.train.metrics import describe_rollout, note_learned
 from verl_server.train.options import AsyncTrainArgs
+from verl_server.train.refill import lacks_spread
 from verl_server.train.rollout_report import RolloutReport, report_rollout
 from verl_server.train.rollouts.group_buffer import Group, GroupBuffer, Wait
 from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, NowServed, PlayGroup
@@ -113,6 +114,7 @@ class _Batch:
     samples: list[Sample]
     """The samples that this rank trains."""
     groups: list[Group[Rollout]] = field(default_factory=list)
+    """Those that the step trains, and those that they replace (`Group.is_left_out`)."""
     ages: Ages = field(default_factory=Ages)
     waits: dict[str, float] = field(default_factory=dict)
     """Cause -> seconds that the trainer waited for it."""
@@ -170,7 +172,10 @@ class AsyncGRPO:
         self._rollouts = rollouts
         self._ranks = ranks
         self._steps = steps
-        self._buffer: GroupBuffer[Rollout] = GroupBuffer(trainer.config.groups, max_staleness, drops=drops)
+        groups, refill = trainer.config.groups, trainer.config.refill
+        self._buffer: GroupBuffer[Rollout] = GroupBuffer(
+            groups, max_staleness, drops=drops, refill=refill * groups, lacks_spread=lacks_spread
+        )
         self._stop = stop or StopRequest()
         self._advisor = advisor
         self._probe = GapProbe(trainer.policy, trainer.device, servers, ranks)
@@ -295,20 +300,23 @@ class AsyncGRPO:
                 return None
             self._collect(deadline - start)
             self._waits[groups] += time.monotonic() - start
-        samples = self._samples(groups)
+        used = [*self._buffer.left_out, *groups]
+        samples = self._samples(used)
         shares = _divided(samples, self._ranks.size)
         now = time.monotonic()
-        results = [group.result for group in groups if group.result is not None]
+        results = [group.result for group in used if group.result is not None]
         report = self._report(results, samples, now - self._last_batch)
-        report.kept_groups = sum(group.is_kept for group in groups)
+        report.kept_groups = sum(group.is_kept for group in used)
+        report.refilled_groups = len(used) - len(groups)
         self._last_batch = now
-        ages = describe_ages([r.trajectories for r in results], self.weight_version, self._kept.ancestors)
+        trained = [group.result.trajectories for group in groups if group.result is not None]
+        ages = describe_ages(trained, self.weight_version, self._kept.ancestors)
         waits = dict(self._waits)
         seconds = max(report.seconds, 1e-9)
         self._use.read()
         idle = {"trainer": sum(waits.values()) / seconds} | self._use.idle(seconds)
         hits = self._use.cache_hit_rate()
-        self._batch = _Batch(report, shares[0], groups, ages, waits, idle, hits, self._dropped)
+        self._batch = _Batch(report, shares[0], used, ages, waits, idle, hits, self._dropped)
         self._buffer.use(groups, self.next_step)
         self._waits.clear()
         self._told = self._dropped = 0
@@ -339,9 +347,13 @@ class AsyncGRPO:
                 self._buffer.begin(group.group, version.number, group.step)
             elif group.rollout is not None:
                 self._buffer.finish(group.group, group.rollout)
+        self._start_groups()  # in the places of groups without spread
 
     def _start_groups(self) -> None:
-        """Leave out the groups that are too old, and start those that may start. It neither waits nor raises."""
+        """Leave out the groups that are too old or lack spread, and start those that may start.
+
+        It neither waits nor raises.
+        """
         assert self._rollouts is not None
         for group in self._buffer.take_stale(self.version, self.next_step):
             self._rollouts.cancel(group.number)
@@ -351,10 +363,13 @@ class AsyncGRPO:
         if served != self._served:
             self._rollouts.serve(served)
             self._served = served
-        for group in self._buffer.start(self._steps - self.next_step):
-            kept = self._kept.take(group.number)
-            if kept is None or not self._buffer.keep(group, *kept, self.version, self.next_step):
-                self._rollouts.play(self._to_play(group))
+        self._buffer.leave_out()
+        while started := self._buffer.start(self._steps - self.next_step):
+            for group in started:
+                kept = self._kept.take(group.number)
+                if kept is None or not self._buffer.keep(group, *kept, self.version, self.next_step):
+                    self._rollouts.play(self._to_play(group))
+            self._buffer.leave_out()  # groups that an earlier start of the run played
 
     def _to_play(self, group: Group[Rollout]) -> PlayGroup:
         """Return what the rollouts play of a group: all of it, or what an earlier start of the run has left."""
@@ -405,7 +420,7 @@ class AsyncGRPO:
             return
         self._buffer.done(batch.groups)
         for group in batch.groups:
-            self._note_fate(group, fate, self.next_step - 1)
+            self._note_fate(group, "no_spread" if group.is_left_out else fate, self.next_step - 1)
         # An error of the rollouts is raised by the next step, on all ranks: this one is complete, and must be recorded.
         self._start_groups()
         if self._journal is not None:
@@ -449,16 +464,15 @@ class AsyncGRPO:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
         progress = self.state.load(checkpoint)
         self.next_step, self.version = progress.next_step, progress.version
-        # A synchronous run, of which this one is a fork, has trained the groups of each step in their order.
-        in_order = progress.next_step * self._buffer.groups
-        next_group = in_order if progress.next_group is None else progress.next_group
+        # A synchronous run, of which this one may be a fork, has trained its groups in their order.
+        next_group = progress.first_group(self._buffer.groups)
         undone = frozenset(progress.undone_groups or [])
         self._buffer.resume(next_group, undone, progress.version)
         self._kept = KeptGroups.on_first_rank(
             self._ranks,
             checkpoint.parent,
             progress,
-            lambda number: number >= next_group or number in undone,
+            lambda head: head.number >= next_group or head.number in undone,
             replays=self._journal is not None and self._journal.records_turns,
         )
         self.trainer.trained.ancestors = self._kept.ancestors

@@ -60,15 +60,21 @@ class Progress:
     """Incarnation that wrote the checkpoint: its version was `version`@`incarnation` (`weight_version`). A run that
     continues from it pushes the weights under an incarnation of its own."""
     next_group: int | None = None
-    """The first group that has not started. Asynchronous runs only."""
+    """Number of the first group that has not started. None in a synchronous run whose steps have played no further
+    groups (`refill`): each step has played as many as `groups`."""
     undone_groups: list[int] | None = None
-    """The groups that have started and were not trained. The run starts them again when it continues."""
+    """The groups that have started and were not trained. The run starts them again when it continues. None in a
+    synchronous run."""
     ancestors: dict[str, int] | None = None
     """Earlier incarnation -> number of its last version from which these weights come (`ancestors`)."""
     further: dict[str, bool] | None = None
     """Name of each further model (PPO's critic) -> whether its optimizer has a state. Absent if there is none."""
     draw: dict[str, Any] | None = None
     """State of `EnvironmentDraw`. Absent in a run without a mixture of environments."""
+
+    def first_group(self, groups: int) -> int:
+        """Return the number of the first group that has not started, of a run with `groups` groups a step."""
+        return self.next_step * groups if self.next_group is None else self.next_group
 
     @property
     def label(self) -> str:

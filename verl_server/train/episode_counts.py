@@ -24,8 +24,8 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
 
     groups: int = 0
     """Groups with an episode that has a reward and a token to train on."""
-    without_spread: int = 0
-    """Number of `groups` in which all these rewards are equal."""
+    equal_rewards: list[float] = []
+    """The reward of each group of `groups` in which all these rewards are equal."""
     lowest: float | None = None
     """Lowest reward of these episodes."""
     highest: float | None = None
@@ -44,6 +44,32 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
     replay_refused: int = 0
     """Episodes that began again, because the environment did not repeat the recorded answers."""
 
+    @property
+    def without_spread(self) -> int:
+        """Number of `groups` in which all these rewards are equal."""
+        return len(self.equal_rewards)
+
+    @property
+    def solved(self) -> int:
+        """Number of `groups` in which all these rewards are the highest one."""
+        return self._equal_to(self.highest)
+
+    @property
+    def unsolved(self) -> int:
+        """Number of `groups` in which all these rewards are the lowest one."""
+        return self._equal_to(self.lowest)
+
+    def _equal_to(self, extreme: float | None) -> int:
+        """Return the number of groups with this reward. It is 0 if all rewards are equal: none is high or low then."""
+        if (
+            extreme is None
+            or self.lowest is None
+            or self.highest is None
+            or not has_spread([self.lowest, self.highest])
+        ):
+            return 0
+        return sum(extreme is not None and not has_spread([reward, extreme]) for reward in self.equal_rewards)
+
     @classmethod
     def of(cls, episodes: Sequence[Sequence[Trajectory]]) -> EpisodeCounts:
         """Return the sums of `episodes`, each of which is its branches."""
@@ -51,7 +77,7 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
         found = [reward for group in rewards.values() for reward in group]
         counts = cls(
             groups=len(rewards),
-            without_spread=sum(not has_spread(group) for group in rewards.values()),
+            equal_rewards=[group[0] for group in rewards.values() if not has_spread(group)],
             lowest=min(found, default=None),
             highest=max(found, default=None),
             truncated=sum(any(map(_is_cut, branches)) for branches in episodes),
@@ -81,7 +107,7 @@ class EpisodeCounts(msgspec.Struct, kw_only=True):
         highs = [high for high in (self.highest, other.highest) if high is not None]
         return EpisodeCounts(
             groups=self.groups + other.groups,
-            without_spread=self.without_spread + other.without_spread,
+            equal_rewards=self.equal_rewards + other.equal_rewards,
             lowest=min(lows, default=None),
             highest=max(highs, default=None),
             truncated=self.truncated + other.truncated,

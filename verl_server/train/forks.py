@@ -44,7 +44,7 @@ def fork_checkpoint(run: Path, step: ForkStep, out: Path, command: str) -> Forke
     target = out / source.name
     try:
         progress, files = read_listed(source)
-        if progress.next_group is not None and not command.startswith("train.async_"):
+        if progress.undone_groups is not None and not command.startswith("train.async_"):
             asynchronous = command.replace("train.", "train.async_")
             raise BadRequestError(
                 "it is of an asynchronous run, whose groups are not trained in their order. Fork it with "

@@ -49,6 +49,7 @@ from verl_server.train.players import Player, open_player
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import full, over_ranks
 from verl_server.train.reference import Reference
+from verl_server.train.refill import Round, join_rounds, share
 from verl_server.train.rollout_report import RolloutReport, merge_reports, report_rollout
 from verl_server.train.run import RunParts, Step
 from verl_server.train.run_advisor import RunAdvisor
@@ -61,6 +62,7 @@ from verl_server.train.server_use import ServerUse
 from verl_server.train.servers import RolloutServers
 from verl_server.train.step_journal import StepJournal, joined
 from verl_server.train.stopping import StopRequest
+from verl_server.train.task_order import TaskOrder
 from verl_server.train.trained_record import TrainedRecord
 from verl_server.train.trainer_state import TrainerState
 from verl_server.weight_version import WeightVersion, new_incarnation
@@ -80,8 +82,8 @@ def group_advantages(
     gets the episode's advantage. Tokens that branches share are in the loss mask of one of them only.
 
     Two kinds are omitted: episodes without a reward (their end is not the policy's, see `rollout.faults`), and groups
-    with equal rewards, because their advantages are 0, unless `keeps_equal` is set. `normalize_std` divides by the
-    standard deviation of the group.
+    with equal rewards, because their advantages are 0 (`refill` plays others), unless `keeps_equal` is set.
+    `normalize_std` divides by the standard deviation of the group.
     """
     groups: dict[int, list[list[Trajectory]]] = {}
     for branches in by_episode(t for t in trajectories if t.is_trainable):
@@ -131,9 +133,11 @@ class PolicyTrainer:
     def samples(self, trajectories: Sequence[Trajectory]) -> list[Sample]:
         """Return the trajectories to train on, with their advantages. The groups among `trajectories` are whole.
 
-        With a reference policy, groups with equal rewards are among them: the KL holds the policy there, too.
+        With a reference policy, groups with equal rewards are among them: the KL holds the policy there, too. A refill
+        plays others in their places.
         """
-        return group_advantages(trajectories, self.config.normalize_std, keeps_equal=self.config.kl_coef > 0)
+        keeps_equal = self.config.kl_coef > 0 and not self.config.refill
+        return group_advantages(trajectories, self.config.normalize_std, keeps_equal=keeps_equal)
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:
         """Return the gap between server and trainer for tokens sampled under `version` (`scoring.gap_of_sampled`).
@@ -272,11 +276,10 @@ class GRPO:
         if trainer.config.groups % ranks.size:
             option = trainer.config.flag("groups")
             raise BadRequestError(f"{option} {trainer.config.groups} does not divide over {ranks.size} ranks.")
-        self._groups = trainer.config.groups // ranks.size
-        self._first_group = ranks.rank * self._groups
         self._incarnation = incarnation or ranks.call("incarnation", lambda _: new_incarnation())
         self._use = ServerUse(servers.counters)
-        self._journal = StepJournal(trainer.config.groups, journal)
+        self._order = TaskOrder(trainer.config.groups)
+        self._journal = StepJournal(self._order, journal)
         self._draw = draw
 
     @property
@@ -293,7 +296,7 @@ class GRPO:
         the weights.
         """
         step, version = self.next_step, str(self.weight_version)
-        rollout, samples, report = self._roll_out(on_finish)
+        _, rollout, samples, report = self._roll_out(on_finish)
         start = time.monotonic()
         gap = self.trainer.compare_logprobs(rollout.trajectories, version) if report.trainable else None
         if self._advisor is not None:
@@ -339,8 +342,9 @@ class GRPO:
     def checkpoint(self, reached: Progressing) -> Progress:
         """Return the progress of a checkpoint of the state `reached`, which is written now."""
         self._journal.saving(reached.next_step)
+        progress = self.state.progress(reached, self._incarnation, self._journal.ancestors)
         draw = None if self._draw is None else self._draw.state()
-        return replace(self.state.progress(reached, self._incarnation, self._journal.ancestors), draw=draw)
+        return replace(progress, next_group=self._order.stored(reached.next_step), draw=draw)
 
     def saved(self, progress: Progress) -> None:
         """Remove the finished groups that the checkpoint of `progress`, which is on the disk, counts as done."""
@@ -350,6 +354,7 @@ class GRPO:
         """Continue from the folder of a checkpoint, as a new incarnation. All ranks call it."""
         progress = self.state.load(checkpoint)
         self.next_step, self.version = progress.next_step, progress.version
+        self._order.resume(progress)
         self._journal.resume(checkpoint.parent, progress)
         if self._draw is not None:
             self._draw.resume(progress)
@@ -358,8 +363,17 @@ class GRPO:
         """Copy the trainer's weights into the servers, as version `self.weight_version`."""
         self.servers.push(self.trainer.policy.named_weights, str(self.weight_version))
 
-    def _roll_out(self, on_finish: Callable[[Trajectory], None] | None) -> tuple[Rollout, list[Sample], RolloutReport]:
-        """Return (this rank's episodes, its samples to train on, the report over all ranks).
+    def _roll_out(self, on_finish: Callable[[Trajectory], None] | None) -> Round:
+        """Play the groups of the step, and in further rounds as many as lack spread (`refill`)."""
+        config, rounds, played, lacking = self.trainer.config, list[Round](), 0, self.trainer.config.groups
+        while lacking and len(rounds) <= config.refill:
+            rounds.append(self._play(range(played, played + lacking), on_finish))
+            played, lacking = played + lacking, rounds[-1].report.counts.without_spread
+        self._order.played(self.next_step, played)
+        return join_rounds(rounds)
+
+    def _play(self, groups: range, on_finish: Callable[[Trajectory], None] | None) -> Round:
+        """Play the groups of the step with these numbers, each rank its share.
 
         The episodes play in another thread. All ranks meet when the episodes of each have ended, or when a rank finds
         that no server is left. In that case, all ranks bring a server back together, and the episodes go on. A rank
@@ -367,7 +381,8 @@ class GRPO:
         that had finished before the run was interrupted are not played again.
         """
         step, version, named_weights = self.next_step, self.weight_version, self.trainer.policy.named_weights
-        tasks = make_tasks(step, self.trainer.config, self._first_group, self._groups, self._draw)
+        own, first = share(groups, self._ranks.rank, self._ranks.size), self._order.first(step)
+        tasks = make_tasks(step, self.trainer.config, own.start, len(own), self._draw, first)
         kept = self._journal.take(tasks, step, version, on_finish)
         left, on_group = [task for task in tasks if task.group not in kept], self._journal.writer(step, version)
         recording = self._journal.recording(left, step, version)
@@ -410,7 +425,8 @@ class GRPO:
             if running is not None:
                 running.cancel()  # after an error; a rollout that has ended stays as it is
         rollout, samples = mine[0]
-        return rollout, samples, merge_reports([msgspec.msgpack.decode(r, type=RolloutReport) for r in reports])
+        report = merge_reports([msgspec.msgpack.decode(r, type=RolloutReport) for r in reports])
+        return Round(len(groups), rollout, samples, report)
 
     def _ends(self, running: Running[Rollout], version: str) -> bool:
         """Wait until the episodes have ended, and return True. Return False if no server can play them any more."""

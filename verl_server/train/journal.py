@@ -45,28 +45,26 @@ class FinishedGroup(GroupHead, kw_only=True):
     base: str
     """Label of the checkpoint's weights from which the start of the run continued that played the group. "" if that
     start began the run."""
-    step: int
-    """Step of the trainer in which the group began to play."""
     rollout: Rollout
     """Its episodes, with those that others replaced."""
 
 
-def read_groups(folder: Path, is_wanted: Callable[[int], bool]) -> Iterator[FinishedGroup]:
-    """Yield the groups in all journals of a run's folder whose numbers `is_wanted`, in the order of each journal.
+def read_groups(folder: Path, is_wanted: Callable[[GroupHead], bool]) -> Iterator[FinishedGroup]:
+    """Yield the groups in all journals of a run's folder whose heads `is_wanted`, in the order of each journal.
 
     A group may be there several times. Raise BadRequestError, which names the file, if one is damaged.
     """
     for path in journal_paths(folder, _NAME):
         for place, payload in read_records(path):
-            if is_wanted(decode_record(payload, GroupHead, path, place).number):
+            if is_wanted(decode_record(payload, GroupHead, path, place)):
                 yield decode_record(payload, FinishedGroup, path, place)
 
 
 def check_journals(folder: Path) -> None:
     """Read all journals of a run's folder. Raise BadRequestError, which names the file, if one is damaged."""
-    for _ in read_groups(folder, lambda number: False):
+    for _ in read_groups(folder, lambda head: False):
         pass
-    for _ in read_turns(folder, lambda number: False):
+    for _ in read_turns(folder, lambda head: False):
         pass
 
 
@@ -114,7 +112,8 @@ class GroupJournal:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # a value of the environment
             self._fail(error)
             return
-        self._queue_up(lambda: self._append(GroupHead(number=number, version=version), payload))
+        head = GroupHead(number=number, version=version, step=step)
+        self._queue_up(lambda: self._append(head, payload))
         self._queue_up(lambda: self._close_group(number))
 
     @property

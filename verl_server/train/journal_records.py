@@ -20,9 +20,11 @@ class GroupHead(msgspec.Struct, kw_only=True):
     """What says which group a record is of, and whether somebody needs it."""
 
     number: int
-    """Number of the group in the run: its step x groups of a step + its number in the step."""
+    """Number of the group in the run, in the order of the tasks."""
     version: str
     """Label of the weights that were served when the group began to play."""
+    step: int
+    """Step of the trainer in which the group began to play."""
 
 
 def journal_paths(folder: Path, name: str) -> list[Path]:

@@ -18,6 +18,7 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.train.ancestors import Ancestors
 from verl_server.train.checkpoints import Progress
 from verl_server.train.journal import FinishedGroup, read_groups
+from verl_server.train.journal_records import GroupHead
 from verl_server.train.open_groups import OpenGroups
 from verl_server.train.turn_journal import read_turns
 from verl_server.weight_version import WeightVersion
@@ -40,9 +41,9 @@ class KeptGroups:
 
     @classmethod
     def read(
-        cls, folder: Path, ancestors: Ancestors, is_wanted: Callable[[int], bool], *, replays: bool = False
+        cls, folder: Path, ancestors: Ancestors, is_wanted: Callable[[GroupHead], bool], *, replays: bool = False
     ) -> KeptGroups:
-        """Return the groups of a run's folder whose numbers `is_wanted`. `ancestors` are those of this start.
+        """Return the groups of a run's folder whose heads `is_wanted`. `ancestors` are those of this start.
 
         With `replays`, groups that had not finished are read, too.
         Raise BadRequestError, which names the file, if a journal is damaged.
@@ -66,7 +67,7 @@ class KeptGroups:
         ranks: RankGroup,
         folder: Path,
         progress: Progress,
-        is_wanted: Callable[[int], bool],
+        is_wanted: Callable[[GroupHead], bool],
         *,
         replays: bool = False,
     ) -> KeptGroups:

@@ -166,6 +166,14 @@ class StepMetrics:
     """Groups with a trainable episode."""
     groups_without_spread: int = 0
     """Number of `groups` in which all trainable episodes have the same reward: nothing is learned from the rewards."""
+    groups_solved: int = 0
+    """Number of `groups_without_spread` whose reward is `reward_max`. 0 if all rewards of the step are equal."""
+    groups_unsolved: int = 0
+    """Number of `groups_without_spread` whose reward is `reward_min`. 0 if all rewards of the step are equal."""
+    refilled_groups: int = 0
+    """Groups that played in place of groups without spread (`--grpo.refill`). All of them are among `groups`, and their
+    episodes in all figures of episodes. So `groups_without_spread - refilled_groups` had no further group in its place.
+    """
     reward_min: float | None = None
     """Lowest reward of a trainable episode."""
     reward_max: float | None = None
@@ -249,6 +257,9 @@ def describe_rollout(
         original_tokens=report.original.mean_tokens,
         groups=report.counts.groups,
         groups_without_spread=report.counts.without_spread,
+        groups_solved=report.counts.solved,
+        groups_unsolved=report.counts.unsolved,
+        refilled_groups=report.refilled_groups,
         reward_min=report.counts.lowest,
         reward_max=report.counts.highest,
         truncated=report.counts.truncated,
@@ -278,6 +289,10 @@ def describe_step(metrics: StepMetrics) -> str:
         line += f"  forced {metrics.forced_share:.0%}"
     if metrics.unsampled:
         line += f"  unsampled {metrics.unsampled} of {metrics.trajectories}"
+    if metrics.refilled_groups:
+        line += f"  {metrics.refilled_groups} groups refilled"
+        if (left := metrics.groups_without_spread - metrics.refilled_groups) > 0:
+            line += f", {left} without spread left at the bound of --grpo.refill"
     if metrics.skipped_optimizer_steps:
         line += f"  {metrics.skipped_optimizer_steps} optimizer step(s) skipped, loss scale {metrics.loss_scale:g}"
     return line if metrics.skipped is None else f"{line}  skipped"

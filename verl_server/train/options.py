@@ -48,6 +48,10 @@ class GRPOConfig(LossConfig):
     """Number of groups of each step, over all ranks. The episodes of a group have the same environment seed."""
     group_size: int = 16
     """Episodes of each group."""
+    refill: int = 0
+    """Most rounds in which a step plays further groups in place of those whose rewards are all equal, from which it
+    learns nothing (dynamic sampling of DAPO). Each round plays as many as lack, so a step plays at most groups x
+    (1 + refill) groups. 0: none, and steps become smaller as the policy solves more of its tasks."""
     epochs: int = 2
     """Passes over a step's trajectories."""
     minibatches: int = 4
@@ -86,6 +90,13 @@ class GRPOConfig(LossConfig):
         for name in ("groups", "group_size", "epochs", "minibatches", "micro_batch_tokens"):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"{flag(name)} must be at least 1, not {getattr(self, name)}.")
+        if self.refill < 0:
+            raise BadRequestError(f"{flag('refill')} must not be negative, not {self.refill}.")
+        if self.refill and self.group_size == 1:
+            raise BadRequestError(
+                f"{flag('refill')} replaces groups whose rewards are all equal, and a group of one episode always is "
+                f"one: {flag('group_size')} must be at least 2, or {flag('refill')} 0."
+            )
         if not 0 < self.temperature < math.inf:
             raise BadRequestError(f"{flag('temperature')} must be finite and more than 0, not {self.temperature:g}.")
         if self.correction_bound < 0:

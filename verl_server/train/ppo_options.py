@@ -43,6 +43,11 @@ class PPOConfig(GRPOConfig):
     """First steps of the run, in which only the critic is trained."""
 
     def __post_init__(self) -> None:
+        if self.refill:
+            raise BadRequestError(
+                "--ppo.refill replaces groups whose rewards are all equal, because GRPO learns nothing from them. PPO "
+                "compares no episodes with each other, and learns from each: remove the option."
+            )
         super().__post_init__()
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:

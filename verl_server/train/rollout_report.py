@@ -122,6 +122,8 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     """Groups that an earlier start of the run played."""
     environments: dict[str, EnvironmentSums] = {}
     """Environment of a mixture -> its part of these sums. {} without a mixture."""
+    refilled_groups: int = 0
+    """Groups that played in place of others without spread."""
 
     @property
     def mean_reward(self) -> float | None:
@@ -152,6 +154,8 @@ class RolloutReport(msgspec.Struct, kw_only=True):
                 f"in no group did the rewards differ ({self.scored} episodes have a reward, {self.mean_reward:.4g} "
                 "on average)"
             )
+            if self.refilled_groups:
+                reason = f"{reason}, nor in {self.refilled_groups} further groups of --grpo.refill"
         if self.unsampled:
             reason = f"{reason}; {self.describe_unsampled()}"
         return f"{reason}; {failed}" if self.failures else reason
@@ -262,6 +266,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         counts=sum((r.counts for r in reports), EpisodeCounts()),
         kept_groups=sum(r.kept_groups for r in reports),
         environments=added([r.environments for r in reports]),
+        refilled_groups=sum(r.refilled_groups for r in reports),
     )
 
 

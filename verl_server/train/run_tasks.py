@@ -13,16 +13,24 @@ from verl_server.train.options import GRPOConfig
 
 
 def make_tasks(
-    step: int, config: GRPOConfig, first_group: int, groups: int, draw: EnvironmentDraw | None = None
+    step: int,
+    config: GRPOConfig,
+    first_group: int,
+    groups: int,
+    draw: EnvironmentDraw | None = None,
+    first_of_step: int | None = None,
 ) -> list[Task]:
     """Return the tasks of `groups` groups of a step, from `first_group` on.
 
-    Seeds are below those of held-out tasks, and a function of (config.seed, step, group). With `draw`, each environment
-    counts its own groups, so that it gets the seeds of a run with this environment alone.
+    Seeds are below those of held-out tasks, and a function of (config.seed, number of the group in the run).
+    `first_of_step` is the number of the step's first group (`task_order`). By default, each step has `config.groups`
+    groups. With `draw`, each environment counts its own groups, so that it gets the seeds of a run with this
+    environment alone.
     """
     tasks = []
+    begin = step * config.groups if first_of_step is None else first_of_step
     for group in range(first_group, first_group + groups):
-        number = step * config.groups + group
+        number = begin + group
         environment, own = (None, number) if draw is None else draw.of_group(number)
         seed, place = ((config.seed * 1_000_003 + count) % HELD_OUT for count in (own, number))
         for member in range(config.group_size):

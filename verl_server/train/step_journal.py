@@ -22,29 +22,31 @@ from verl_server.train.checkpoints import Progress
 from verl_server.train.journal import GroupJournal
 from verl_server.train.journal_records import GroupHead
 from verl_server.train.kept_groups import KeptGroups, relabel, relabelled
+from verl_server.train.task_order import TaskOrder
 from verl_server.weight_version import WeightVersion
 
 
 class StepJournal:
-    def __init__(self, groups: int, journal: GroupJournal | None = None) -> None:
-        """Take `groups`, the number of groups of a step on all ranks. Without `journal`, nothing is written."""
+    def __init__(self, order: TaskOrder, journal: GroupJournal | None = None) -> None:
+        """Take `order`, which knows the numbers of a step's groups. Without `journal`, nothing is written."""
         self.ancestors = Ancestors()
         """The earlier starts of the run."""
-        self._groups = groups
+        self._order = order
         self._journal = journal
         self._kept = KeptGroups()
         self._saved_steps: list[int] = []
         """Step with which a run continues from the last checkpoint, and then from one that is being written."""
 
     def resume(self, folder: Path, progress: Progress) -> None:
-        """Read the groups of the step with which a run continues. Raise BadRequestError if a journal is damaged."""
+        """Read the groups of the step with which a run continues. Raise BadRequestError if a journal is damaged.
+
+        A later step that is lost may have played groups of the same numbers, because it began elsewhere.
+        """
         self.ancestors = Ancestors.of(progress)
         step = progress.next_step
         self._saved_steps = [step]
         replays = self._journal is not None and self._journal.records_turns
-        self._kept = KeptGroups.read(
-            folder, self.ancestors, lambda number: number // self._groups == step, replays=replays
-        )
+        self._kept = KeptGroups.read(folder, self.ancestors, lambda head: head.step == step, replays=replays)
         if self._journal is not None:
             self._journal.base = progress.label
             self._journal.go_on(self._kept.open.plays)
@@ -60,7 +62,8 @@ class StepJournal:
 
         `on_finish` is called with each of their trajectories.
         """
-        found = {group: self._kept.take(step * self._groups + group) for group in {task.group for task in tasks}}
+        first = self._order.first(step)
+        found = {group: self._kept.take(first + group) for group in {task.group for task in tasks}}
         kept = {group: k.rollout for group, k in sorted(found.items()) if k is not None and k.start == version.number}
         relabel(kept.values(), self._kept.ancestors, version)
         for trajectory in (t for rollout in kept.values() for t in (*rollout.replaced, *rollout.trajectories)):
@@ -72,9 +75,10 @@ class StepJournal:
         """Return what takes each group of `step` that has finished."""
         if (journal := self._journal) is None:
             return None
+        first = self._order.first(step)
 
         def write(rollout: Rollout) -> None:
-            journal.put(step * self._groups + rollout.trajectories[0].task.group, str(version), step, rollout)
+            journal.put(first + rollout.trajectories[0].task.group, str(version), step, rollout)
 
         return write
 
@@ -83,7 +87,7 @@ class StepJournal:
 
         None: turns are not recorded. Episodes go on that exactly the weights `version` have sampled.
         """
-        journal, first = self._journal, step * self._groups
+        journal, first = self._journal, self._order.first(step)
         if journal is None or not journal.records_turns:
             return None
         earlier: dict[tuple[int, int], RecordedEpisode] = {}
@@ -107,7 +111,7 @@ class StepJournal:
     def step_ended(self, next_step: int) -> None:
         """Remove the groups of which no checkpoint would make use any more."""
         steps = {*self._saved_steps, next_step}
-        self._keep(lambda head: head.number // self._groups in steps, at_once=False)
+        self._keep(lambda head: head.step in steps, at_once=False)
 
     def saving(self, next_step: int) -> None:
         """Note that the checkpoint of `next_step` is being written. The one before it is still the last one."""
@@ -116,7 +120,7 @@ class StepJournal:
     def saved(self, next_step: int) -> None:
         """Remove the groups that the checkpoint of `next_step`, which is on the disk, counts as done."""
         self._saved_steps = [next_step]
-        self._keep(lambda head: head.number // self._groups >= next_step, at_once=True)
+        self._keep(lambda head: head.step >= next_step, at_once=True)
 
     def _keep(self, is_needed: Callable[[GroupHead], bool], at_once: bool) -> None:
         if self._journal is not None:
@@ -124,7 +128,7 @@ class StepJournal:
 
 
 def joined(played: Rollout | None, kept: dict[int, Rollout]) -> Rollout:
-    """Return the episodes of a step in the order of its tasks, which is that of the groups."""
+    """Return the episodes of a round in the order of its tasks, which is that of the groups."""
     parts = [*kept.values()] if played is None else [played, *kept.values()]
 
     def in_order(trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -133,5 +137,5 @@ def joined(played: Rollout | None, kept: dict[int, Rollout]) -> Rollout:
     return Rollout(
         trajectories=in_order([t for part in parts for t in part.trajectories]),
         replaced=[t for part in parts for t in part.replaced],
-        seconds=max(part.seconds for part in parts),
+        seconds=max((part.seconds for part in parts), default=0.0),
     )

@@ -43,15 +43,13 @@ class TurnRecord(GroupHead, kw_only=True):
 
     base: str
     """`FinishedGroup.base`."""
-    step: int
-    """Step of the trainer in which the group began to play."""
     play: float
     """Wall time of the episode's first turn. An episode that began again has another one, and the latest counts."""
     progress: EpisodeProgress
 
 
-def read_turns(folder: Path, is_wanted: Callable[[int], bool]) -> Iterator[TurnRecord]:
-    """Yield the turns in all journals of a run's folder of the groups whose numbers `is_wanted`.
+def read_turns(folder: Path, is_wanted: Callable[[GroupHead], bool]) -> Iterator[TurnRecord]:
+    """Yield the turns in all journals of a run's folder of the groups whose heads `is_wanted`.
 
     The turns of an episode are in their order, unless several files have them. Raise BadRequestError, which names the
     file, if one is damaged.
@@ -59,7 +57,7 @@ def read_turns(folder: Path, is_wanted: Callable[[int], bool]) -> Iterator[TurnR
     for path in journal_paths(folder, _NAME):
         for place, payload in read_records(path):
             for raw, head in _entries(payload, path, place):
-                if is_wanted(head.number):
+                if is_wanted(head):
                     yield decode_record(raw, TurnRecord, path, place)
 
 
@@ -80,8 +78,9 @@ class TurnJournal:
         self._file = RecordFile(folder / f"{_NAME}-rank{rank}.msgpack")
         self._others = other_journals(folder, _NAME, rank, ranks)
         self._note = note
-        self._index: list[tuple[Place, dict[tuple[int, str], int]]] | None = None
-        """Place of each record, and (number, version) of a group -> bytes of its turns. None: the file was not read."""
+        self._index: list[tuple[Place, dict[tuple[int, str, int], int]]] | None = None
+        """Place of each record, and (number, version, step) of a group -> bytes of its turns. None: the file was not
+        read."""
         self._is_missing = False
         """True if the last turns could not be written."""
         self._lock = threading.Lock()
@@ -114,7 +113,7 @@ class TurnJournal:
         with self._lock:
             is_full = self._bytes + len(payload) > _MOST_WAITING
             if not is_full:
-                self._waiting.append((GroupHead(number=number, version=version), payload))
+                self._waiting.append((GroupHead(number=number, version=version, step=step), payload))
                 self._bytes += len(payload)
         if is_full:
             self._fail(OSError(f"{_MOST_WAITING // 2**20} MiB of turns wait for the disk"))
@@ -183,9 +182,9 @@ class TurnJournal:
 
     def _remove(self, is_live: Callable[[GroupHead], bool], at_once: bool) -> None:
         sizes = [
-            (size, is_live(GroupHead(number=number, version=version)))
+            (size, is_live(GroupHead(number=number, version=version, step=step)))
             for _, groups in self._read()
-            for (number, version), size in groups.items()
+            for (number, version, step), size in groups.items()
         ]
         live, dead = sum(size for size, lives in sizes if lives), sum(size for size, lives in sizes if not lives)
         if dead and (at_once or dead >= max(_COMPACT_BYTES, live)):
@@ -197,7 +196,7 @@ class TurnJournal:
                 self._others.remove(path)
 
     def _rewrite(self, is_live: Callable[[GroupHead], bool]) -> None:
-        payloads, groups = list[bytes](), list[dict[tuple[int, str], int]]()
+        payloads, groups = list[bytes](), list[dict[tuple[int, str, int], int]]()
         for place, payload in self._file.read():
             entries = [entry for entry in _entries(payload, self._file.path, place) if is_live(entry[1])]
             if entries:
@@ -205,7 +204,7 @@ class TurnJournal:
                 groups.append(_sizes((head, len(bytes(raw))) for raw, head in entries))
         self._index = list(zip(self._file.rewrite(payloads), groups, strict=True))
 
-    def _read(self) -> list[tuple[Place, dict[tuple[int, str], int]]]:
+    def _read(self) -> list[tuple[Place, dict[tuple[int, str, int], int]]]:
         if self._index is None:
             path = self._file.path
             self._index = [
@@ -226,9 +225,9 @@ class TurnJournal:
             self._note(JournalFailed(rank=self._rank, file=self._file.path.name, error=str(error)))
 
 
-def _sizes(turns: Iterator[tuple[GroupHead, int]]) -> dict[tuple[int, str], int]:
-    """Return (number, version) of each group -> bytes of its turns."""
-    found: dict[tuple[int, str], int] = defaultdict(int)
+def _sizes(turns: Iterator[tuple[GroupHead, int]]) -> dict[tuple[int, str, int], int]:
+    """Return (number, version, step) of each group -> bytes of its turns."""
+    found: dict[tuple[int, str, int], int] = defaultdict(int)
     for head, size in turns:
-        found[head.number, head.version] += size
+        found[head.number, head.version, head.step] += size
     return found

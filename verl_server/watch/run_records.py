@@ -265,10 +265,10 @@ class StepEnded(RunEvent, tag_field="kind", tag="step_ended"):
     """The reason if the step had nothing to train on."""
 
 
-GroupFate = Literal["trained", "skipped", "dropped"]
+GroupFate = Literal["trained", "skipped", "dropped", "no_spread"]
 """The fate of a group of an asynchronous run: a step trained it; a step used it and the weights stayed; it was too
-old and was left out. A group without a fate was playing or waiting when the run ended, and a resumed run plays it
-again."""
+old and was left out; all its rewards are equal, and another one played in its place (`--grpo.refill`). A group without
+a fate was playing or waiting when the run ended, and a resumed run plays it again."""
 
 
 class GroupDone(RunEvent, tag_field="kind", tag="group_done"):
@@ -277,9 +277,10 @@ class GroupDone(RunEvent, tag_field="kind", tag="group_done"):
     group: int
     """Number of the group in the run, `task.group` of its episodes."""
     fate: GroupFate
-    """trained, skipped (a step used it, and the weights stayed) or dropped (it became too old)."""
+    """trained, skipped (a step used it, and the weights stayed), dropped (it became too old) or no_spread (its rewards
+    are equal, and another group played in its place)."""
     step: int
-    """Step that used the group, or at which it was dropped."""
+    """Step that used the group, or for which another one replaced it, or at which it was dropped."""
     start_step: int
     """Step in which the group started, `step` of its episodes' lines."""
     start_version: int

@@ -16,7 +16,8 @@ from verl_server.train.rollouts.group_buffer import Group, GroupBuffer
 class Simulation:
     """A run of `steps` steps. Groups finish in a random order, some steps have nothing to train on.
 
-    With `places`, only so many groups play at one time, and the others wait for a place before they begin.
+    With `places`, only so many groups play at one time, and the others wait for a place before they begin. `flat` is
+    the probability that a group lacks spread.
     """
 
     buffer: GroupBuffer[str]
@@ -24,6 +25,7 @@ class Simulation:
     draw: random.Random
     step: int = 0
     places: int = 10**9
+    flat: float = 0.0
     version: int = 0
     queued: dict[int, Group[str]] = field(default_factory=dict)
     """Groups that are started and do not play yet."""
@@ -33,15 +35,23 @@ class Simulation:
     """Groups that have finished and are not used."""
     used: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    flat_groups: set[int] = field(default_factory=set)
+    """Groups that have finished without spread."""
+    replaced: list[int] = field(default_factory=list)
+    """Groups without spread that a step did not use, because others were there."""
     ages: list[int] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Do what the trainer does whenever it looks: remove stale groups, and start others."""
+        """Do what the trainer does whenever it looks: remove groups that no step will use, and start others."""
         for group in self.buffer.take_stale(self.version):
             assert group.start is not None and group.start + self.buffer.max_staleness < self.version
             self.dropped.append(group.number)
             self.playing.pop(group.number, None)
+            self.waiting.pop(group.number, None)
+        self.buffer.leave_out()
+        for group in self.buffer.left_out:
+            assert group.lacks_spread
             self.waiting.pop(group.number, None)
         for group in self.buffer.start(self.steps - self.step):
             assert (group.start, group.result) == (None, None)
@@ -62,8 +72,10 @@ class Simulation:
         # Often the newest group finishes first, which is the hard case.
         number = max(self.playing) if self.draw.random() < 0.5 else self.draw.choice(list(self.playing))
         self.waiting[number] = self.playing.pop(number)
-        self.buffer.finish(number, f"result {number}")
-        self.play()
+        kind = "flat" if self.flat and self.draw.random() < self.flat else "result"
+        self.flat_groups |= {number} if kind == "flat" else set()
+        self.buffer.finish(number, f"{kind} {number}")
+        self.begin()
 
     def run_step(self) -> None:
         self.begin()
@@ -74,12 +86,14 @@ class Simulation:
             assert (batch == "episodes") == (len(self.waiting) < self.buffer.groups)
             self.waits.append(batch)
             self.finish_one()
-            self.begin()
         assert len(batch) == self.buffer.groups
-        assert all(group.result == f"result {group.number}" for group in batch)
+        assert all(group.result in (f"result {group.number}", f"flat {group.number}") for group in batch)
+        assert not self.buffer._refills_left or not self.flat_groups & {group.number for group in batch}
         oldest = sorted(self.waiting.values(), key=lambda group: (group.start or 0, group.number))
         assert batch == oldest[: len(batch)]
         self.ages += [self.version - group.start for group in batch if group.start is not None]
+        self.replaced += [group.number for group in self.buffer.left_out]
+        self.buffer.use(batch, self.step)
         self.step += 1
         self.version += self.draw.random() < 0.8
         self.buffer.done(batch)
@@ -137,6 +151,54 @@ def test_dropping_waits_for_no_deadline_and_uses_nothing_too_old(groups: int, st
         assert sorted(fates) == list(range(run.buffer.next_group)) and not run.buffer.undone
         dropped += len(run.dropped)
     assert (dropped > 0) == (staleness > 0)
+
+
+def lacks_spread(result: str) -> bool:
+    return result.startswith("flat")
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(("groups", "staleness"), CASES)
+def test_groups_without_spread_are_replaced_up_to_the_bound(groups: int, staleness: int, drops: bool) -> None:
+    """Each group has one fate, none is too old, and no step waits forever, also if no group has spread."""
+    for seed, flat in itertools.product(range(4), (0.3, 0.6, 1.0)):
+        refill = groups * (seed % 2 + 1)
+        buffer = GroupBuffer[str](groups, staleness, drops=drops, refill=refill, lacks_spread=lacks_spread)
+        run = Simulation(buffer, 12, random.Random(seed), places=1 if seed == 3 else 10**9, flat=flat)
+        for step in range(run.steps):
+            run.run_step()
+            most = refill * (staleness + 1 + step)
+            assert len(run.replaced) == most if flat == 1.0 else len(run.replaced) <= most
+        assert max(run.ages) <= staleness and (drops or not run.dropped)
+        assert sorted([*run.used, *run.replaced, *run.dropped]) == list(range(buffer.next_group)) and not buffer.undone
+
+
+def test_a_group_that_a_step_uses_is_not_left_out() -> None:
+    """The bound was reached, so a step uses a group without spread. The bound of the next step is not for it."""
+    buffer = GroupBuffer[str](1, 0, refill=1, lacks_spread=lacks_spread)
+    (first,) = started(buffer, 0, 9)
+    buffer.finish(first.number, "flat")
+    buffer.leave_out()
+    (second,) = started(buffer, 0, 9)
+    buffer.finish(second.number, "flat")
+    buffer.leave_out()
+    assert buffer.left_out == [first] and buffer.undone == [0, 1] and buffer.undone_at(3) == [0, 1]
+    assert buffer.batch(0) == [second]
+    buffer.use([second], 3)
+    buffer.leave_out()
+    assert buffer.left_out == [] and buffer.undone_at(3) == [0, 1] and buffer.undone_at(4) == []
+    buffer.done([second])
+    assert buffer.undone == []
+
+
+def test_a_group_without_spread_of_an_earlier_start_is_left_out_too() -> None:
+    buffer = GroupBuffer[str](1, 1, refill=2, lacks_spread=lacks_spread)
+    buffer.resume(2, [0, 1], version=5)
+    first, second = buffer.start(9)
+    assert buffer.keep(first, 5, "flat", 5, 7) and buffer.keep(second, 5, "result", 5, 7)
+    buffer.leave_out()
+    assert buffer.left_out == [first] and [group.number for group in buffer.start(9)] == [2]
+    assert buffer.undone == [0, 1, 2] and buffer.batch(5) == [second]
 
 
 @pytest.mark.parametrize(("groups", "staleness"), CASES)
@@ -240,7 +302,7 @@ def test_the_journal_needs_what_is_undone_now_or_in_the_checkpoint() -> None:
     is_needed = buffer.needed(7, "aaaaaaaa")
 
     def needed(number: int, version: str) -> bool:
-        return is_needed(GroupHead(number=number, version=version))
+        return is_needed(GroupHead(number=number, version=version, step=0))
 
     assert second.number == 3
     assert not needed(0, "3@aaaaaaaa") and not needed(2, "3@aaaaaaaa")  # done in the checkpoint
@@ -258,7 +320,7 @@ def test_the_journal_needs_what_a_checkpoint_needs_that_is_being_written() -> No
     buffer.next_group = 20
 
     def needed(number: int, version: str) -> bool:
-        return buffer.needed(30, "aaaaaaaa")(GroupHead(number=number, version=version))
+        return buffer.needed(30, "aaaaaaaa")(GroupHead(number=number, version=version, step=0))
 
     assert needed(6, "10@aaaaaaaa") and needed(8, "10@aaaaaaaa")  # undone in the new one
     assert not needed(6, "11@aaaaaaaa") and not needed(2, "3@aaaaaaaa")

@@ -16,6 +16,10 @@ Groups that an earlier start of the run played are kept under the same rules (`k
 So no group is thrown away, and slow tasks are trained like fast ones. To throw away what comes too late is an option.
 The rule is that of tinker-cookbook (pull request 822); AReaL (Fu et al. 2025, arXiv 2505.24298) bounds the same number
 of samples, and lets groups wait in a queue without a deadline.
+
+With a refill (`train.refill`), a group without spread is left out when it has finished, and another one starts. Each
+step allows so many. Groups play ahead for K further steps, so as many as K + 1 steps allow may be left out at once.
+Beyond it, a step uses groups without spread like others.
 """
 
 from __future__ import annotations
@@ -51,19 +55,37 @@ class Group(Generic[T]):
     """True if an earlier start of the run played the group."""
     oldest: int | None = None
     """For a group whose episodes go on from an earlier start of the run: the place of their oldest version."""
+    lacks_spread: bool = False
+    """True if the group has finished, and a step would learn nothing from it."""
+    is_left_out: bool = False
+    """True if others replace the group because it lacks spread."""
 
 
 class GroupBuffer(Generic[T]):
-    def __init__(self, groups: int, max_staleness: int, *, drops: bool = False) -> None:
+    def __init__(
+        self,
+        groups: int,
+        max_staleness: int,
+        *,
+        drops: bool = False,
+        refill: int = 0,
+        lacks_spread: Callable[[T], bool] = lambda result: False,
+    ) -> None:
         """Take the groups of a step and the largest age.
 
-        With `drops`, no step waits for a deadline, and `take_stale` removes what is too old.
+        With `drops`, no step waits for a deadline, and `take_stale` removes what is too old. Each step allows to leave
+        out `refill` groups whose result `lacks_spread`.
         """
         self.groups = groups
         self.max_staleness = max_staleness
         self.next_group = 0
         """The first group that has not started."""
+        self.left_out: list[Group[T]] = []
+        """The groups without spread that others replace. They get their fate with the next batch."""
         self._drops = drops
+        self._refill = refill
+        self._refills_left = refill * (max_staleness + 1)
+        self._lacks_spread = lacks_spread
         self._again: list[int] = []
         self._started: dict[int, Group[T]] = {}
         self._fates: dict[int, int] = {}
@@ -79,15 +101,15 @@ class GroupBuffer(Generic[T]):
 
     @property
     def undone(self) -> list[int]:
-        """Numbers of all groups that have started, here or before a resume, and are not done."""
-        return sorted([*self._started, *self._again])
+        """Numbers of all groups that have started, here or before a resume, and have no fate."""
+        return sorted([*self._started, *self._again, *(group.number for group in self.left_out)])
 
     def undone_at(self, next_step: int) -> list[int]:
         """Return the numbers of the started groups whose fate is not of a step before `next_step`.
 
         A run that continues with this step gives them a fate, because it has lost the events of later steps.
         """
-        known = {*self._started, *self._again, *self._fates}
+        known = {*self.undone, *self._fates}
         return sorted(number for number in known if self._fates.get(number, next_step) >= next_step)
 
     def note_saving(self, version: int, next_group: int, undone: Iterable[int]) -> None:
@@ -145,7 +167,7 @@ class GroupBuffer(Generic[T]):
         """Note that a group has finished. A group that was dropped, or that had finished before, is ignored."""
         group = self._started.get(number)
         if group is not None and group.result is None:
-            group.result = result
+            group.result, group.lacks_spread = result, self._lacks_spread(result)
 
     def keep(self, group: Group[T], start: int, result: T, version: int, step: int) -> bool:
         """Finish a started group with what an earlier start of the run played. `start` is `Group.start`.
@@ -156,6 +178,7 @@ class GroupBuffer(Generic[T]):
         if not self._is_in_time(group, start, version):
             return False
         group.step, group.result, group.is_kept = step, result, True
+        group.lacks_spread = self._lacks_spread(result)
         return True
 
     def go_on(self, group: Group[T], oldest: int, version: int) -> bool:
@@ -178,6 +201,16 @@ class GroupBuffer(Generic[T]):
             return False
         return True
 
+    def leave_out(self) -> None:
+        """Leave out the finished groups without spread, the oldest first, so that others can start in their places."""
+        flat = [group for group in self._in_order() if group.lacks_spread and group.number not in self._fates]
+        flat = flat[: self._refills_left]
+        self._refills_left -= len(flat)
+        self.left_out += flat
+        self.done(flat)
+        for group in flat:
+            group.is_left_out = True
+
     def batch(self, version: int) -> list[Group[T]] | Wait:
         """Return the groups that the step at `version` uses, or what it waits for."""
         batch = [group for group in self._in_order() if group.result is not None][: self.groups]
@@ -186,14 +219,17 @@ class GroupBuffer(Generic[T]):
         return batch if self._drops or self._leaves_room(batch, version) else "deadline"
 
     def use(self, batch: Sequence[Group[T]], step: int) -> None:
-        """Note that `step` trains on `batch`. Its groups are done when the step has ended."""
+        """Note that `step` trains on `batch`, and replaces `left_out`. The batch is done when the step has ended."""
         self._fates = {number: fate for number, fate in self._fates.items() if fate >= step}
-        self._fates |= {group.number: step for group in batch}
+        self._fates |= {group.number: step for group in (*batch, *self.left_out)}
+        self.left_out = []
+        self._refills_left = min(self._refills_left + self._refill, self._refill * (self.max_staleness + 1))
 
     def done(self, batch: Sequence[Group[T]]) -> None:
-        """Note that the step which used `batch` has ended, and its push."""
+        """Note that the step which used `batch` has ended, and its push. Those that it left out were done before."""
         for group in batch:
-            del self._started[group.number]
+            if not group.is_left_out:
+                del self._started[group.number]
 
     def take_stale(self, version: int, step: int = 0) -> list[Group[T]]:
         """Remove the groups whose age exceeds the largest one at `version`, and return them. Only with `drops`.
@@ -211,7 +247,8 @@ class GroupBuffer(Generic[T]):
         finished = sum(group.result is not None for group in groups)
         playing = sum(group.result is None and group.start is not None for group in groups)
         waiting = len(groups) - finished - playing
-        return f"{finished} groups have finished, {playing} play, {waiting} wait for a place"
+        left_out = f", {len(self.left_out)} without spread were replaced" if self.left_out else ""
+        return f"{finished} groups have finished, {playing} play, {waiting} wait for a place{left_out}"
 
     def _in_order(self) -> list[Group[T]]:
         return sorted(self._started.values(), key=lambda group: (self._due(group), group.number))

@@ -122,6 +122,8 @@ def without_spread(steps: Steps, past: Past, level: float = 1.0) -> Finding | No
         cause = "the tasks are too hard for the policy, or the reward is too coarse to tell its answers apart"
         remedy = "Train on easier tasks, enlarge --grpo.group-size, or pay for parts of the way."
         severity = _WARNING
+    if not any(step.refilled_groups for step in steps):
+        remedy += " --grpo.refill plays other groups in their place."
     return Finding(
         figure=count / total,
         bound=WITHOUT_SPREAD_SHARE,

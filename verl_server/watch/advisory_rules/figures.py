@@ -46,6 +46,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     stop_reasons: dict[str, int] = {}
     groups: int | None = None
     groups_without_spread: int = 0
+    refilled_groups: int = 0
     truncated: int | None = None
     losses: dict[str, float | None] = {}
     idle: dict[str, float] = {}

@@ -22,7 +22,8 @@ COLUMNS = {
     "start_step": ("int64", "step of the line: in an asynchronous run, the one in which the group started"),
     "fate": (
         "string",
-        "fate of the group in an asynchronous run: trained, skipped, dropped or playing; or untrained, held-out",
+        "fate of the group in an asynchronous run: trained, skipped, dropped, no_spread or playing; or untrained, "
+        "held-out",
     ),
     "phase": ("string", "before, training or after in the demo's file"),
     "incarnation": ("string", "incarnation of the start that wrote the line"),

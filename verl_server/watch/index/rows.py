@@ -20,7 +20,7 @@ Order = Literal["newest", "oldest", "reward", "-reward", "tokens", "-tokens", "t
 GroupOrder = Literal["spread", "reward", "tokens", "failed", "group"]
 """Orders of groups: the largest spread of rewards first, the smallest mean reward, the longest, the most failures."""
 
-Fate = Literal["", "trained", "skipped", "dropped", "playing", "untrained", "held-out"]
+Fate = Literal["", "trained", "skipped", "dropped", "no_spread", "playing", "untrained", "held-out"]
 """What became of an episode's group. "": the run is synchronous, or has no steps. playing: the group played or waited
 when the files were read. untrained: the run did not complete the step. held-out: an evaluation played it. The others
 are those of `GroupDone`."""
