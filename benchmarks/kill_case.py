@@ -7,6 +7,7 @@ server and an environment server of its own, and the ports are those that the sy
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -203,16 +204,20 @@ class KillCase:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
 
     def _kill_later(self, process: subprocess.Popen[bytes], mark: Path) -> None:
-        """Kill the trainer at a random moment after its first step, with all ranks."""
+        """Kill the trainer at a random moment after its second step, with all ranks.
+
+        The moment within a step is a share of the time that the step before it took.
+        """
         assert self.share is not None
-        step = 1 + self.share * (self.settings.steps - 2)
+        step = 2 + self.share * (self.settings.steps - 3)
         deadline = time.monotonic() + self.settings.seconds_left
         metrics = self.out / "metrics.jsonl"
         while process.poll() is None and time.monotonic() < deadline:
             checkpoint = latest_checkpoint(self.out) if self.out.exists() else None
-            count = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-            if checkpoint is not None and count >= int(step):
-                time.sleep(2 * (step - int(step)))
+            whole = metrics.read_text().rpartition("\n")[0] if metrics.exists() else ""
+            ends = [json.loads(line)["time"] for line in whole.splitlines()]
+            if checkpoint is not None and len(ends) >= int(step):
+                _wait(process, (step - int(step)) * (ends[-1] - ends[-2]))
                 break
             time.sleep(0.05)
         if process.poll() is None:

@@ -17,7 +17,7 @@ ARENA = TESTS / "worker" / "test_memory_arena.py"
 def test_the_packages_are_those_of_the_files_and_of_an_engine() -> None:
     needed = run_cuda.needed_modules(files_with_cuda_tests())
     assert {"torch", "triton", "transformers", "pytest", "llguidance", "prometheus_client", "starlette"} <= needed
-    assert not needed & {"openai", "gymnasium", "uvicorn", "aiohttp", "tests", "verl_server", "json"}
+    assert not needed & {"openai", "gymnasium", "reasoning_gym", "tests", "verl_server", "json"}
     assert "triton" not in run_cuda.needed_modules([ARENA])
 
 

@@ -51,12 +51,18 @@ def served(stack: Stack) -> Iterator[int]:
 
 
 async def answers(port: int) -> collections.Counter[str]:
-    """Count the status lines of the answers to requests that are all connected before the first one is sent."""
-    streams = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(CLIENTS)))
+    """Count the status lines of the answers to requests of clients that are all connected before the first one ends.
 
-    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+    Each request is sent with its connection: a server without free descriptors ends connections that send none.
+    """
+    sockets = []
+    for _ in range(CLIENTS):
+        sockets.append(socket.create_connection(("127.0.0.1", port)))
+        sockets[-1].sendall(REQUEST)
+
+    async def ask(sock: socket.socket) -> str:
+        reader, writer = await asyncio.open_connection(sock=sock)
         try:
-            writer.write(REQUEST)
             line = await reader.readline()
             await reader.readuntil(b"meta_info")  # the body has arrived
             return line.decode().strip()
@@ -66,7 +72,7 @@ async def answers(port: int) -> collections.Counter[str]:
             writer.close()
 
     async with asyncio.timeout(60):
-        return collections.Counter(await asyncio.gather(*(ask(*stream) for stream in streams)))
+        return collections.Counter(await asyncio.gather(*map(ask, sockets)))
 
 
 def test_the_server_raises_its_limit(stack: Stack, soft_limit: int) -> None:

@@ -238,8 +238,8 @@ def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) 
             opened: list[GroupJournal] = []
 
             class Opened(GroupJournal):
-                def __init__(self, *arguments: Any) -> None:
-                    super().__init__(*arguments)
+                def __init__(self, *arguments: Any, **settings: Any) -> None:
+                    super().__init__(*arguments, **settings)
                     opened.append(self)
 
             patch(grpo, "GroupJournal", Opened)

@@ -161,14 +161,14 @@ def test_at_the_bound_a_step_trains_on_what_it_has(
     short = [step.metrics for step in steps if len(has_spread(step)) < GROUPS]
     assert short and all(m.refilled_groups <= GROUPS for m in short)
     trained = [m for m in short if m.skipped is None]
-    assert trained and all("without spread left at the bound of --grpo.refill" in describe_step(m) for m in trained)
+    assert trained and all("without spread left at the bound of refills" in describe_step(m) for m in trained)
     # No group has spread: the rounds end, the step is skipped, and the next one plays the tasks behind.
     monkeypatch.setattr(test_async_grpo, "SpellingGame", SolvedGame)
     run, steps = run_grpo(policy_folder, 2, 2)
     for step in steps:
         assert (step.metrics.groups, step.metrics.refilled_groups, step.metrics.kept) == (9, 6, 0)
         assert "in no group did the rewards differ (36 episodes" in str(step.metrics.skipped)
-        assert "nor in 6 further groups of --grpo.refill" in str(step.metrics.skipped)
+        assert "nor in 6 further groups that replaced them" in str(step.metrics.skipped)
     assert {t.task.seed for t in steps[1].rollout.trajectories} == set(range(9, 18))
     save_at_once(run, tmp_path)
     assert check_checkpoint(tmp_path / "checkpoint-2").next_group == 18
@@ -237,7 +237,7 @@ def test_asynchronous_steps_end_although_no_group_has_spread(policy_folder: Path
     run.begin()
     before = weights(run.trainer)
     metrics = [step.metrics for step in run.steps(4)]
-    assert all("nor in 6 further groups of --grpo.refill" in str(m.skipped) for m in metrics[1:])
+    assert all("nor in 6 further groups that replaced them" in str(m.skipped) for m in metrics[1:])
     assert [m.refilled_groups for m in metrics] == [12, 6, 6, 6]  # the first one is ahead by a step
     assert [m.groups for m in metrics] == [15, 9, 9, 9] and same(before, weights(run.trainer))
     assert Counter(fate.fate for fate in run.fates) == {"skipped": 12, "no_spread": 30}

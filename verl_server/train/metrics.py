@@ -292,7 +292,7 @@ def describe_step(metrics: StepMetrics) -> str:
     if metrics.refilled_groups:
         line += f"  {metrics.refilled_groups} groups refilled"
         if (left := metrics.groups_without_spread - metrics.refilled_groups) > 0:
-            line += f", {left} without spread left at the bound of --grpo.refill"
+            line += f", {left} without spread left at the bound of refills"
     if metrics.skipped_optimizer_steps:
         line += f"  {metrics.skipped_optimizer_steps} optimizer step(s) skipped, loss scale {metrics.loss_scale:g}"
     return line if metrics.skipped is None else f"{line}  skipped"

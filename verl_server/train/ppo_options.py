@@ -45,8 +45,8 @@ class PPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         if self.refill:
             raise BadRequestError(
-                "--ppo.refill replaces groups whose rewards are all equal, because GRPO learns nothing from them. PPO "
-                "compares no episodes with each other, and learns from each: remove the option."
+                f"{self.flag('refill')} replaces groups whose rewards are all equal, because GRPO learns nothing from "
+                "them. PPO compares no episodes with each other, and learns from each: remove the option."
             )
         super().__post_init__()
         for name in ("gamma", "gae_lambda"):

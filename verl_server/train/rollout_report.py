@@ -155,7 +155,7 @@ class RolloutReport(msgspec.Struct, kw_only=True):
                 "on average)"
             )
             if self.refilled_groups:
-                reason = f"{reason}, nor in {self.refilled_groups} further groups of --grpo.refill"
+                reason = f"{reason}, nor in {self.refilled_groups} further groups that replaced them"
         if self.unsampled:
             reason = f"{reason}; {self.describe_unsampled()}"
         return f"{reason}; {failed}" if self.failures else reason
