@@ -65,12 +65,14 @@ class _Outcome(msgspec.Struct, array_like=True):
 class _Write:
     """A checkpoint that a thread writes."""
 
-    def __init__(self, progress: Progress, held_seconds: float, write: Callable[[], None]) -> None:
+    def __init__(self, progress: Progress, held_seconds: float, write: Callable[[], bool]) -> None:
         self.progress = progress
         self.held_seconds = held_seconds
         """Seconds for which the run waited before it went on."""
         self.seconds = 0.0
         """Seconds that the thread took."""
+        self.is_new = False
+        """False if the checkpoint of this step was on the disk already, or if it is not there yet."""
         self.error: Exception | None = None
         self._call = write
         self._deadline: float | None = None
@@ -98,7 +100,7 @@ class _Write:
     def _run(self) -> None:
         start = time.monotonic()
         try:
-            self._call()
+            self.is_new = self._call()
         except Exception as error:
             self.error = error
         self.seconds = time.monotonic() - start
@@ -231,19 +233,23 @@ class CheckpointWriter:
             logger.warning("%s", write.error)
             return
         self._algorithm.saved(write.progress)
-        self._note(CheckpointSaved(name=write.name, seconds=write.seconds, held_seconds=write.held_seconds))
+        if write.is_new:
+            self._note(CheckpointSaved(name=write.name, seconds=write.seconds, held_seconds=write.held_seconds))
         for act in waiting:
             act()
 
     def _save(self, progress: Progress, group: SaveGroup, start: float) -> None:
         """Write a checkpoint of the models themselves, while the run waits for it since the time `start`."""
         begun = time.monotonic()
-        self._put(state_of(self._algorithm.state.models, progress), progress, group)
+        is_new = self._put(state_of(self._algorithm.state.models, progress), progress, group)
         now = time.monotonic()
         self._algorithm.saved(progress)
-        name = f"checkpoint-{progress.next_step}"
-        self._note(CheckpointSaved(name=name, seconds=now - begun, held_seconds=now - start))
+        if is_new:
+            name = f"checkpoint-{progress.next_step}"
+            self._note(CheckpointSaved(name=name, seconds=now - begun, held_seconds=now - start))
 
-    def _put(self, state: dict[str, Any], progress: Progress, group: SaveGroup) -> None:
-        write_checkpoint(self._out, state, progress, group)
+    def _put(self, state: dict[str, Any], progress: Progress, group: SaveGroup) -> bool:
+        """Return False if the checkpoint was on the disk already."""
+        is_new = write_checkpoint(self._out, state, progress, group)
         group.ranks.call("checkpoints", lambda _: remove_old_checkpoints(self._out, self._keep))
+        return is_new

@@ -215,15 +215,17 @@ def save_checkpoint(
 
     By default, the connections are made for this call.
     """
-    return write_checkpoint(out, state_of(models, progress), progress, saving or SaveGroup.of_all_ranks())
+    write_checkpoint(out, state_of(models, progress), progress, saving or SaveGroup.of_all_ranks())
+    return out / f"checkpoint-{progress.next_step}"
 
 
-def write_checkpoint(out: Path, state: dict[str, Any], progress: Progress, saving: SaveGroup) -> Path:
-    """Write a checkpoint to a folder of its own, beside those of earlier steps, and return the folder.
+def write_checkpoint(out: Path, state: dict[str, Any], progress: Progress, saving: SaveGroup) -> bool:
+    """Write a checkpoint to a folder of its own, beside those of earlier steps, and return True.
 
     `state` is the result of `state_of`, or a copy of it in host memory. The folder appears when all of it is on the
-    disk; `kept_checkpoints` removes older ones then. Do nothing if the newest checkpoint already is of this step. All
-    ranks call it, in any thread. Raise CheckpointError on all ranks if a rank cannot write, or is lost.
+    disk; `kept_checkpoints` removes older ones then. Return False, and write nothing, if the newest checkpoint already
+    is of this step. All ranks call it, in any thread. Raise CheckpointError on all ranks if a rank cannot write, or is
+    lost.
     """
     folder = out / f"checkpoint-{progress.next_step}"
 
@@ -240,7 +242,7 @@ def write_checkpoint(out: Path, state: dict[str, Any], progress: Progress, savin
     try:
         unfinished = saving.ranks.call("save_checkpoint", begin)
         if unfinished is None:
-            return folder
+            return False
         # Copying ahead would use CUDA of whatever thread writes. The disk is slower than the copies.
         writer = FileSystemWriter(unfinished, per_thread_copy_ahead=0)
         state_dict_saver.save(state, storage_writer=writer, process_group=saving.process_group)
@@ -252,7 +254,7 @@ def write_checkpoint(out: Path, state: dict[str, Any], progress: Progress, savin
         before = latest_checkpoint(out)
         kept = "There is no earlier one." if before is None else f"{before} is still valid."
         raise CheckpointError(f"{folder} could not be written ({type(reason).__name__}: {reason}). {kept}") from error
-    return folder
+    return True
 
 
 def load_checkpoint(folder: Path, models: Mapping[str, Trained]) -> Progress:
