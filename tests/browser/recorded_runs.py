@@ -219,7 +219,7 @@ class TrainingRun:
         metrics.logprob_gap, metrics.logprob_gap_mean = 0.02 * draw.uniform(0.8, 1.6), 0.003 * draw.uniform(0.9, 1.2)
         metrics.losses = {
             "entropy": self._entropy(step),
-            "kl": 0.002 * step * draw.uniform(0.8, 1.2),
+            "kl_reference": 0.002 * step * draw.uniform(0.8, 1.2),
             "clip_share": 0.02 * draw.uniform(0.5, 2.0),
             "grad_norm": draw.uniform(0.4, 0.9),
         }

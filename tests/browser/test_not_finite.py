@@ -25,11 +25,12 @@ def write_diverged_run(folder: Path) -> None:
     files = RunWriter(folder, FIRST)
     files.begin(RunStarted(ranks=1, version="1"))
     for step in range(12):
-        fields: dict[str, Any] = {"logprob_gap": 0.01, "losses": {"kl": 0.1, "grad_norm": 0.5, "entropy": 1.0}}
+        losses = {"kl_reference": 0.1, "grad_norm": 0.5, "entropy": 1.0}
+        fields: dict[str, Any] = {"logprob_gap": 0.01, "losses": losses}
         if step == 4:
             fields["logprob_gap"] = math.nan
         if step == 11:
-            fields["losses"] = {"kl": math.inf, "grad_norm": math.nan, "entropy": 1.0}
+            fields["losses"] = {"kl_reference": math.inf, "grad_norm": math.nan, "entropy": 1.0}
         files.record(step_metrics(step, FIRST, math.nan if step in (7, 8) else 0.1 * step, **fields))
     files.note(RunEnded(exit_status=1, error="NonFiniteError: the gradients are not finite"))
     files.close()
@@ -54,6 +55,6 @@ def test_charts_mark_the_steps_and_an_advisory_names_the_figures(
     )
     advisory = visit.page.locator(".advisory", has_text="non finite")
     expect(advisory).to_contain_text("error")
-    expect(advisory).to_contain_text("not finite: losses.kl, losses.grad_norm")
+    expect(advisory).to_contain_text("not finite: losses.kl_reference, losses.grad_norm")
     expect(advisory).to_contain_text("learning rate")
     assert not faint_texts(visit.page)
