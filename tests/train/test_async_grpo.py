@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.train.conftest import make_trajectory, save_at_once
+from tests.train.conftest import save_at_once
 from tests.train.played_groups import OneServer, PlayedGroups, PolicyEngine, Pushes, ScriptedGroups
 from verl_server.logprob_gap import LogprobGapError
 from verl_server.rollout.agent_loop import AgentLoop
@@ -23,8 +23,7 @@ from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train import async_grpo
-from verl_server.train.async_grpo import AsyncGRPO, _divided
-from verl_server.train.batches import Sample
+from verl_server.train.async_grpo import AsyncGRPO
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
 from verl_server.train.grpo import GRPO, PolicyTrainer
 from verl_server.train.journal import GroupJournal
@@ -431,17 +430,6 @@ def test_tokens_of_other_weights_are_left_out(policy_folder: Path) -> None:
     step = run.step()
     assert step.metrics.failed == 1 and "0@aaaaaaaa" in step.failures[0].error
     assert step.metrics.ages == {"0": 11}
-
-
-def test_the_samples_are_divided_by_tokens() -> None:
-    samples = [Sample(make_trajectory(0, 1.0, length, seed=length), 1.0) for length in (1, 9, 4, 17, 2, 6, 30)]
-    assert _divided(samples, 1) == [samples]
-    shares = _divided(samples, 2)
-    assert sorted(s.trajectory.task.seed for share in shares for s in share) == [1, 2, 4, 6, 9, 17, 30]
-    tokens = [sum(len(s.trajectory.tokens) for s in share) for share in shares]
-    assert abs(tokens[0] - tokens[1]) <= 4
-    assert [samples.index(s) for s in shares[0]] == sorted(samples.index(s) for s in shares[0])
-    assert [len(share) for share in _divided(samples[:2], 3)] == [1, 1, 0]
 
 
 def test_a_server_with_other_weights_raises_the_alarm(policy_folder: Path) -> None:

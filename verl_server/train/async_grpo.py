@@ -25,18 +25,16 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from verl_server.engine.rank_group import RankGroup
-from verl_server.files.json_values import jsonable
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train import run
-from verl_server.train.ages import Ages, describe_ages
+from verl_server.train.ages import describe_ages
 from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import Progress
 from verl_server.train.environment_draw import EnvironmentDraw, draw_of
@@ -51,7 +49,7 @@ from verl_server.train.options import AsyncTrainArgs
 from verl_server.train.refill import lacks_spread
 from verl_server.train.rollout_report import RolloutReport, report_rollout
 from verl_server.train.rollouts.group_buffer import Group, GroupBuffer, Wait
-from verl_server.train.rollouts.group_messages import GroupBegan, GroupEnded, NowServed, PlayGroup
+from verl_server.train.rollouts.group_messages import GroupBegan, NowServed, PlayGroup, Rollouts
 from verl_server.train.rollouts.held_out_play import HeldOutPlay
 from verl_server.train.rollouts.rollout_process import open_rollouts
 from verl_server.train.run import RunParts, Step
@@ -61,6 +59,7 @@ from verl_server.train.run_tasks import make_tasks
 from verl_server.train.sampled_versions import leave_out_other_versions
 from verl_server.train.server_use import ServerUse
 from verl_server.train.servers import RolloutServers
+from verl_server.train.step_batch import StepBatch, divide, encode_share
 from verl_server.train.stopping import RunStoppedError, StopRequest
 from verl_server.watch.run_records import GroupDone, GroupFate, RunEvent
 from verl_server.weight_version import WeightVersion, new_incarnation
@@ -71,67 +70,6 @@ _TELL_SECONDS = 60.0
 """Seconds of a wait after which it is logged."""
 _LOOK_SECONDS = 1.0
 """Seconds for which rank 0 waits for episodes before all ranks look at the servers."""
-
-
-class Rollouts(Protocol):
-    """The player of groups: a `RolloutProcess`."""
-
-    environment_url: str
-    """URL or name of the environment, for reports of failures."""
-    is_agent: bool
-    """True if an agent of the user plays."""
-
-    def serve(self, served: NowServed) -> None:
-        """Tell the weights that groups begin with from now on."""
-
-    def play(self, group: PlayGroup) -> None:
-        """Play a group as soon as there is room for it."""
-
-    def cancel(self, group: int) -> None:
-        """Stop to play a group."""
-
-    def news(self, timeout: float) -> list[GroupBegan | GroupEnded]:
-        """Return the groups that have begun and finished since the last call; wait at most `timeout` s for the first.
-
-        A group that finishes has begun before.
-        """
-
-
-class _Share(msgspec.Struct, kw_only=True):
-    """The part of a step that rank 0 sends to another rank."""
-
-    report: RolloutReport
-    samples: list[tuple[Trajectory, float, int | None]]
-    """(trajectory, advantage, step in which it began) of each sample of the rank."""
-
-
-@dataclass
-class _Batch:
-    """The groups of a step. Only rank 0 knows more than `report` and `samples`."""
-
-    report: RolloutReport
-    """About the episodes of all ranks."""
-    samples: list[Sample]
-    """The samples that this rank trains."""
-    groups: list[Group[Rollout]] = field(default_factory=list)
-    """Those that the step trains, and those that they replace (`Group.is_left_out`)."""
-    ages: Ages = field(default_factory=Ages)
-    waits: dict[str, float] = field(default_factory=dict)
-    """Cause -> seconds that the trainer waited for it."""
-    idle: dict[str, float] = field(default_factory=dict)
-    """trainer, servers -> share of the time since the last batch without work."""
-    cache_hit_rate: float | None = None
-    dropped: int = 0
-    """Groups that became too old since the last step."""
-
-    @property
-    def rollout(self) -> Rollout:
-        results = [group.result for group in self.groups if group.result is not None]
-        return Rollout(
-            trajectories=[t for result in results for t in result.trajectories],
-            replaced=[t for result in results for t in result.replaced],
-            seconds=self.report.seconds,
-        )
 
 
 class AsyncGRPO:
@@ -258,7 +196,7 @@ class AsyncGRPO:
 
     # -- from groups to a batch ------------------------------------------------------------------------------
 
-    def _await_batch(self) -> _Batch:
+    def _await_batch(self) -> StepBatch:
         """Return this rank's part of the next batch. All ranks meet about once a second until rank 0 has one.
 
         At each meeting they bring servers back that are lost, and obey a request to stop. Otherwise a wait ends by the
@@ -277,14 +215,13 @@ class AsyncGRPO:
             self._waits["servers"] += time.monotonic() - start
         if self._ranks.rank == 0:
             return self._batch
-        share = msgspec.msgpack.decode(shares[self._ranks.rank], type=_Share)
-        return _Batch(share.report, [Sample(t, a, sampled_step=s) for t, a, s in share.samples])
+        return StepBatch.decode(shares[self._ranks.rank])
 
     def _stop_signal(self) -> bytes:
         return str(self._stop.signal_number or "").encode()
 
     def _shares(self, signals: list[bytes]) -> list[bytes] | int | None:
-        """Return the encoded `_Share` of each rank but 0, which keeps its own; None if no batch is ready yet.
+        """Return the encoded part (`StepBatch`) of each rank but 0, which keeps its own; None if no batch is ready yet.
 
         Return the number of a signal that stops the run. Rank 0 calls it.
         """
@@ -302,7 +239,7 @@ class AsyncGRPO:
             self._waits[groups] += time.monotonic() - start
         used = [*self._buffer.left_out, *groups]
         samples = self._samples(used)
-        shares = _divided(samples, self._ranks.size)
+        shares = divide(samples, self._ranks.size)
         now = time.monotonic()
         results = [group.result for group in used if group.result is not None]
         report = self._report(results, samples, now - self._last_batch)
@@ -316,11 +253,11 @@ class AsyncGRPO:
         self._use.read()
         idle = {"trainer": sum(waits.values()) / seconds} | self._use.idle(seconds)
         hits = self._use.cache_hit_rate()
-        self._batch = _Batch(report, shares[0], used, ages, waits, idle, hits, self._dropped)
+        self._batch = StepBatch(report, shares[0], used, ages, waits, idle, hits, self._dropped)
         self._buffer.use(groups, self.next_step)
         self._waits.clear()
         self._told = self._dropped = 0
-        return [b"", *(_encoded(report, share) for share in shares[1:])]
+        return [b"", *(encode_share(report, share) for share in shares[1:])]
 
     def _tell_of_long_wait(self, cause: Wait) -> None:
         """Log every `_TELL_SECONDS` of a wait what the step waits for, so that a slow run does not look like a hang."""
@@ -414,7 +351,7 @@ class AsyncGRPO:
             mixture=None if self._draw is None else self._draw.mixture,
         )
 
-    def _end(self, batch: _Batch, fate: GroupFate) -> None:
+    def _end(self, batch: StepBatch, fate: GroupFate) -> None:
         """Note on rank 0 that the groups of a step are done, and start others."""
         if self._rollouts is None:
             return
@@ -481,22 +418,6 @@ class AsyncGRPO:
         if self._journal is not None:
             self._journal.base = progress.label
             self._journal.go_on(self._kept.open.plays)
-
-
-def _divided(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
-    """Return the samples of each rank: about equally many tokens, each in the order of `samples`."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for place in sorted(range(len(samples)), key=lambda place: -len(samples[place].trajectory.tokens)):
-        rank = tokens.index(min(tokens))
-        tokens[rank] += len(samples[place].trajectory.tokens)
-        shares[rank].append(place)
-    return [[samples[place] for place in sorted(share)] for share in shares]
-
-
-def _encoded(report: RolloutReport, samples: Sequence[Sample]) -> bytes:
-    rows = [(sample.trajectory, sample.advantage, sample.sampled_step) for sample in samples]
-    return msgspec.msgpack.encode(_Share(report=report, samples=rows), enc_hook=jsonable)
 
 
 def open_async_grpo(args: AsyncTrainArgs, parts: RunParts) -> contextlib.AbstractContextManager[AsyncGRPO]:

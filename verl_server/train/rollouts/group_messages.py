@@ -1,10 +1,10 @@
-"""The messages between the trainer's rank 0 (`rollout_process`) and the process that plays (`group_player`)."""
+"""The messages between rank 0 of the trainer and the process that plays (`group_player`), and how rank 0 sees it."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -126,3 +126,27 @@ def _text(value: Any) -> str:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{value!r} is no option.")
+
+
+class Rollouts(Protocol):
+    """The player of groups: a `RolloutProcess`."""
+
+    environment_url: str
+    """URL or name of the environment, for reports of failures."""
+    is_agent: bool
+    """True if an agent of the user plays."""
+
+    def serve(self, served: NowServed) -> None:
+        """Tell the weights that groups begin with from now on."""
+
+    def play(self, group: PlayGroup) -> None:
+        """Play a group as soon as there is room for it."""
+
+    def cancel(self, group: int) -> None:
+        """Stop to play a group."""
+
+    def news(self, timeout: float) -> list[GroupBegan | GroupEnded]:
+        """Return the groups that have begun and finished since the last call; wait at most `timeout` s for the first.
+
+        A group that finishes has begun before.
+        """
