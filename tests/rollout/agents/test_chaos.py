@@ -206,6 +206,7 @@ def check_left_streams(size: Size, wild: Played) -> None:
         assert trajectory.turns[-1].finish_reason == "abort" and 0 < end - start < LEFT["max_tokens"]
 
 
+@pytest.mark.timeout(600)  # each draw is computed again, which a busy machine takes minutes for
 @pytest.mark.parametrize("size", at_depth(SIZES), ids=lambda size: f"{size.functions + size.programs} agents")
 def test_faults_end_their_own_episode_only(
     server: Server, folder: Path, size: Size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
