@@ -1,4 +1,4 @@
-"""What evaluations cost on the demo's game, and what its best checkpoint is worth after the run has become worse.
+"""Measures what evaluations cost on the demo's game, and what the best checkpoint of a run is worth that became worse.
 
     python -m benchmarks.evaluations --out runs/evaluations
 

@@ -41,7 +41,7 @@ _LOADING = threading.Lock()
 
 @dataclass(frozen=True)
 class CaseSettings:
-    """What all cases have in common."""
+    """The settings that all cases have in common."""
 
     out: Path
     """Folder of the runs."""

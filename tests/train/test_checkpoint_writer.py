@@ -168,7 +168,7 @@ def test_older_checkpoints_go_when_the_new_one_is_on_the_disk(
 def test_a_full_disk_ends_the_run_at_the_next_boundary(
     policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    """What needs the checkpoint does not happen. The end of the run tries again."""
+    """Nothing happens that needs the checkpoint. The end of the run tries again."""
     trainer, recorded = make_trainer(policy_folder), list[str]()
     writer = make_writer(Run(trainer, log), tmp_path)
     writer.finish(at(1))

@@ -1,4 +1,4 @@
-"""What the demo says of its episodes on held-out seeds."""
+"""The figures that the demo reports of its episodes on held-out seeds."""
 
 from __future__ import annotations
 

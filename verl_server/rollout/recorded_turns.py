@@ -42,7 +42,7 @@ class RecordedTurn(msgspec.Struct, kw_only=True):
 
 
 class EpisodeProgress(msgspec.Struct, kw_only=True):
-    """What has become of an episode: another turn was played, or it has ended."""
+    """The progress of an episode: another turn was played, or the episode has ended."""
 
     member: int
     """Number of the episode among those of its group."""
@@ -76,7 +76,7 @@ class RecordedEpisode(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a call of `AgentLoop.arun` records, and the records from which it continues."""
+    """The records that a call of `AgentLoop.arun` writes, and those from which it continues."""
 
     on_progress: Callable[[int, EpisodeProgress], None] | None = None
     """Called with (group, progress) on the loop's thread. It must not block."""

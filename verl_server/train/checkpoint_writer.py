@@ -40,7 +40,7 @@ THREAD = "checkpoint-writer"
 
 
 class SavedRun(Protocol):
-    """What is saved: the algorithm of a run."""
+    """The algorithm of a run, as far as the writer needs it."""
 
     state: TrainerState
     """The models to write."""

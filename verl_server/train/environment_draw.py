@@ -72,7 +72,7 @@ class DrawStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrawState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint has of the draw: the next start goes on from it, with the same weights or other ones."""
+    """The state of the draw in a checkpoint. The next start goes on from it, with the same weights or other ones."""
 
     shares: dict[str, int]
     """Environment -> groups of a period, in the order of the file."""

@@ -1,4 +1,4 @@
-"""What the episodes of each environment of a mixture were: sums that ranks merge, and the figures of a step.
+"""The sums over the episodes of each environment of a mixture, which ranks merge, and the figures of a step from them.
 
 `rollout_report` and `evaluation` make the sums, `metrics` and the record of an evaluation take the figures.
 """
