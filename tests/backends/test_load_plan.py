@@ -1,11 +1,11 @@
-"""Modules of vLLM take copies or go through its reload, and modules that share a tensor go the same way."""
+"""Modules of an engine take copies or go through its own loader, and modules that share a tensor go the same way."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from verl_server.backends.vllm.load_plan import LoadPlan
+from verl_server.backends.process.load_plan import LoadPlan
 from verl_server.weight_sync.receiver.load_trace.record import LoadTrace
 from verl_server.weight_sync.receiver.load_trace.regions import LoadedCopy, Region
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from verl_server.backends.process.served_model import ServedModel
 from verl_server.backends.process.worker_commands import WorkerCommands
-from verl_server.backends.vllm.live_model import LiveModel
-from verl_server.backends.vllm.served_model import ServedModel
+from verl_server.backends.vllm.live_model import VllmModel
 from verl_server.backends.vllm.sleep import SleepingMemory
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
@@ -32,7 +32,7 @@ class WorkerExtension:
         sleeps = self.model_runner.model_config.enable_sleep_mode
         memory = SleepingMemory(self, args.enable_weights_cpu_backup) if sleeps else None
         with torch.no_grad():
-            model = ServedModel(LiveModel(self.model_runner), tp, args, memory)
+            model = ServedModel(VllmModel(self.model_runner), tp, args, memory)
         self._verl_commands = WorkerCommands(model, tp, args)
         return b""
 

@@ -1,8 +1,8 @@
-"""`ServedModel`: vLLM's model on one worker, with the interface `UpdatedModel` for weight updates.
+"""`ServedModel`: an engine's model on one worker, with the interface `UpdatedModel` for weight updates.
 
-Names and shapes are those of the checkpoint, which trainers push. vLLM fuses, shards and repacks parameters for its
-kernels. At the start, vLLM's loader is traced, and the trace is proved. So each update copies most tensors directly
-into the live storage. vLLM's own layerwise reload loads the other tensors.
+Names and shapes are those of the checkpoint, which trainers push. Engines fuse, shard and repack parameters for their
+kernels. At the start, the engine's loader is traced, and the trace is proved. So each update copies most tensors
+directly into the live storage. The engine's own loader loads the other tensors.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from verl_server.backends.vllm.layerwise_loader import LayerwiseLoader
-from verl_server.backends.vllm.live_model import LiveModel
-from verl_server.backends.vllm.load_plan import LoadPlan
-from verl_server.backends.vllm.load_proof import prove
+from verl_server.backends.process.live_model import LiveModel
+from verl_server.backends.process.load_plan import LoadPlan
+from verl_server.backends.process.load_proof import prove
+from verl_server.backends.process.module_loader import ModuleLoader
 from verl_server.files.model_folder import resolve_model_folder
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.expert_stacks import expanded_shapes, expert_stacks
@@ -43,24 +43,24 @@ class ServedModel:
         self.device, self.memory = live.device, memory
         self._live = live
         folder = resolve_model_folder(server_args.model_path, server_args.revision)
-        config = live.runner.model_config
         shapes, aliases = _parameter_shapes(folder), {}
-        if config.hf_text_config.tie_word_embeddings and "model.embed_tokens.weight" in shapes:
+        if live.ties_embeddings and "model.embed_tokens.weight" in shapes:
             shapes.pop("lm_head.weight", None)
             aliases["lm_head.weight"] = "model.embed_tokens.weight"
-        slots = {name: WeightSlot(name, shape, config.dtype, []) for name, shape in shapes.items()}
+        slots = {name: WeightSlot(name, shape, live.dtype, []) for name, shape in shapes.items()}
         is_dummy = server_args.load_format == "dummy"
         if not is_dummy:
-            check_tied(aliases, folder)  # vLLM leaves the head of a tied pair out in silence
+            check_tied(aliases, folder)  # engines leave the head of a tied pair out in silence
         first = {} if is_dummy else live.digests()
         self._unserved: frozenset[str] = frozenset()
         self._loader = self._proved_loader(slots, tp)
         self.weight_map = WeightMap(slots, aliases, expert_stacks(slots), self._loader, self._unserved)
         self._install(dummy_tensors(slots, live.device) if is_dummy else iter_checkpoint(folder))
         if differing := self._differing(first):
+            shown = ", ".join(differing[:3])
             self._loader.unproved = (
-                f"vLLM's reload does not restore {len(differing)} tensors of this model ({', '.join(differing[:3])}), "
-                "so its weights cannot be updated. Generation works with the weights of the start."
+                f"{live.engine}'s loader does not restore {len(differing)} tensors of this model ({shown}), so its "
+                "weights cannot be updated. Generation works with the weights of the start."
             )
             logger.error(self._loader.unproved)
 
@@ -68,21 +68,20 @@ class ServedModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _proved_loader(self, slots: dict[str, WeightSlot], tp: TpGroup) -> LayerwiseLoader:
+    def _proved_loader(self, slots: dict[str, WeightSlot], tp: TpGroup) -> ModuleLoader:
         """Set the pieces of slots that copies can write, and return the loader of the other slots.
 
-        All ranks load the same tensors with the loader. Record the tensors that vLLM reads on no rank, such as layers
-        for multi-token prediction. After the call, the model has codes instead of weights.
+        All ranks load the same tensors with the loader. Record the tensors that the engine reads on no rank, such as
+        layers for multi-token prediction. After the call, the model has codes instead of weights.
         """
         live = self._live
         try:
             plan = LoadPlan(*live.trace(slots), live.tensors())
         except Exception as error:  # a loader may do anything
-            logger.warning("vLLM's loader cannot be traced, so every update goes through its reload: %r", error)
-            packed = getattr(live.model, "packed_modules_mapping", None) or {}
-            return LayerwiseLoader(live, _fused_modules(slots, packed))
+            logger.warning("%s's loader cannot be traced, so every update goes through it: %r", live.engine, error)
+            return ModuleLoader(live, live.groups(slots))
         groups = plan.groups(slots)
-        loader = LayerwiseLoader(live, groups)
+        loader = ModuleLoader(live, groups)
         prove(live, plan, slots, loader.load)
         copied = plan.pieces()
         loader.names = frozenset[str]().union(*_of_all_ranks(tp, [name for name in groups if name not in copied]))
@@ -92,7 +91,7 @@ class ServedModel:
         for name, pieces in plan.pieces().items():
             slots[name].pieces, slots[name].dtype = pieces, pieces[0][0].dtype
         live.pin(plan.copied())
-        plan.log(slots)
+        plan.log(slots, live.engine)
         return loader
 
     def _install(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -119,24 +118,6 @@ class ServedModel:
 def _of_all_ranks(tp: TpGroup, names: list[str]) -> list[list[str]]:
     """Return the names of every rank."""
     return [msgspec.msgpack.decode(data, type=list[str]) for data in tp.gather(msgspec.msgpack.encode(names))]
-
-
-def _fused_modules(names: Iterable[str], packed: dict[str, list[str]]) -> dict[str, str]:
-    """Return {parameter: module of vLLM that contains it}, derived from the names only.
-
-    `packed` is the model's `packed_modules_mapping`: fused module -> modules of the checkpoint. The experts of a layer
-    are one module.
-    """
-    fused = {part: whole for whole, parts in packed.items() for part in parts}
-    modules = {}
-    for name in names:
-        path = name.split(".")[:-1]
-        if "experts" in path:
-            path = path[: path.index("experts") + 1]
-        elif path:
-            path[-1] = fused.get(path[-1], path[-1])
-        modules[name] = ".".join(path)
-    return modules
 
 
 def _parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -1,8 +1,8 @@
-"""`prove`: proves before the server is ready that weight updates write the same bytes as vLLM's own loader.
+"""`prove`: proves before the server is ready that weight updates write the same bytes as the engine's own loader.
 
-vLLM loads codes instead of weights (`weight_sync.receiver.load_trace.codes`). Each parameter that the plan would copy
-is compared with the codes, byte for byte. If a module differs, each update reloads it through vLLM. The caller must
-install the weights again afterwards.
+The engine loads codes instead of weights (`weight_sync.receiver.load_trace.codes`). Each parameter that the plan would
+copy is compared with the codes, byte for byte. If a module differs, each update loads it through the engine. The caller
+must install the weights again afterwards.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from verl_server.backends.vllm.live_model import LiveModel
-from verl_server.backends.vllm.load_plan import LoadPlan
+from verl_server.backends.process.live_model import LiveModel
+from verl_server.backends.process.load_plan import LoadPlan
 from verl_server.models.loader import WeightSlot
 from verl_server.weight_sync.checksum import tensor_checksums
 from verl_server.weight_sync.receiver.load_trace.codes import ROUNDS, coded
@@ -22,7 +22,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 def prove(live: LiveModel, plan: LoadPlan, slots: Mapping[str, WeightSlot], load: Load) -> None:
-    """Load codes through vLLM with `load`. For each module whose copies are not proved, plan a reload instead.
+    """Load codes through the engine with `load`. For each module whose copies are not proved, plan a reload instead.
 
     After the call, the model has codes instead of weights.
     """
@@ -43,15 +43,15 @@ def prove(live: LiveModel, plan: LoadPlan, slots: Mapping[str, WeightSlot], load
 
         load((name, code(name)) for name in sources)
         for name in [name for name, proof in proofs.items() if not proof.holds(code)]:
-            plan.reload(name.rpartition(".")[0], "vLLM's loader writes other bytes than the copies")
+            plan.reload(name.rpartition(".")[0], "its loader writes other bytes than the copies")
             del proofs[name]
     for module, held in live.kernels().items():
         if held.keys() != kernels[module].keys() or any(held[name] is not kernels[module][name] for name in held):
-            plan.reload(module, "vLLM makes its kernel from its weights")
+            plan.reload(module, "its kernel is made from its weights")
     after = _digests({name: tensor for name, tensor in live.tensors().items() if name not in copied})
     for name in before:
         if after.get(name) != before[name]:
-            # Made from other weights, in the same module or in one beside it, when vLLM processes them.
+            # Made from other weights, in the same module or in one beside it, when the engine processes them.
             above = name.rpartition(".")[0].rpartition(".")[0]
             plan.reload_below(above, f"{name} is derived from its weights")
 

@@ -1,8 +1,8 @@
-"""`LoadPlan`: decides for each module of vLLM's model whether updates write it by copies or by vLLM's reload.
+"""`LoadPlan`: decides for each module of an engine's model whether updates copy its weights or load it again.
 
-Copies are used if vLLM's loader only copies into the module's parameters, and if the live parameters have the format in
-which they are loaded. Otherwise, and if `load_proof` finds a difference, each update reloads the module. `ServedModel`
-converts the plan into pieces of the `WeightMap`.
+Copies are used if the engine's loader only copies into the module's parameters, and if the live parameters have the
+format in which they are loaded. Otherwise, and if `load_proof` finds a difference, each update loads the module through
+the engine. `ServedModel` converts the plan into pieces of the `WeightMap`.
 """
 
 from __future__ import annotations
@@ -91,18 +91,16 @@ class LoadPlan:
                 found.setdefault(copy.source, []).append((copy.destination.view(self._live[name]), copy.index))
         return found
 
-    def log(self, slots: Mapping[str, WeightSlot]) -> None:
+    def log(self, slots: Mapping[str, WeightSlot], engine: str) -> None:
         """Log how many tensors updates copy, which modules each update reloads, and the reasons."""
         reasons: dict[str, list[str]] = {}
         for module, reason in self.reloaded.items():
             reasons.setdefault(reason, []).append(module)
         copied = len(self.pieces())
-        logger.info("Weight updates copy %d of %d tensors straight into vLLM's storage.", copied, len(slots))
+        logger.info("Weight updates copy %d of %d tensors straight into %s's storage.", copied, len(slots), engine)
         for reason, modules in reasons.items():
             shown = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
-            logger.info(
-                "%d modules go through vLLM's reload at each update, because %s: %s", len(modules), reason, shown
-            )
+            logger.info("Each update loads %d modules through %s, because %s: %s", len(modules), engine, reason, shown)
 
 
 def _module(parameter: str) -> str:
