@@ -51,28 +51,49 @@ _PATHS = (
 """Settings that may be given as a `Path`."""
 
 
-_EMBEDDED_ONLY = {
-    "max_total_tokens": ", or pass engine_args={'num_gpu_blocks_override': ...}",
-    "schedule_policy": "",
-    "schedule_max_age": "",
-    "page_size": ", or pass engine_args={'block_size': ...}",
-    "attention_backend": ", or pass engine_args={'attention_backend': ...}",
-    "disable_cascade_attention": "",
-    "fused_kernels": "",
-    "disable_pdl": "",
-    "cpu_kernel_choice": "",
-    "disable_cuda_graph": ", or pass engine_args={'enforce_eager': True}",
-    "cuda_graph_max_bs": ", or pass engine_args={'max_cudagraph_capture_size': ...}",
-    "disable_overlap_schedule": ", or pass engine_args={'async_scheduling': False}",
-    "disable_custom_all_reduce": ", or pass engine_args={'disable_custom_all_reduce': True}",
-    "cpu_threads": ", or set OMP_NUM_THREADS",
-    "check_invariants": "",
-    "nnodes": "",
-    "node_rank": "",
-    "enable_weights_cpu_backup": "",
-    "profile_folder": "",
+_EMBEDDED_ONLY: dict[str, dict[str, str]] = {
+    "max_total_tokens": {
+        "vllm": ", or pass engine_args={'num_gpu_blocks_override': ...}",
+        "sglang": ", or pass engine_args={'max_total_tokens': ...}",
+    },
+    "schedule_policy": {"sglang": ", or pass engine_args={'schedule_policy': ...}"},
+    "schedule_max_age": {},
+    "page_size": {
+        "vllm": ", or pass engine_args={'block_size': ...}",
+        "sglang": ", or pass engine_args={'page_size': ...}",
+    },
+    "attention_backend": {
+        "vllm": ", or pass engine_args={'attention_backend': ...}",
+        "sglang": ", or pass engine_args={'attention_backend': ...}",
+    },
+    "disable_cascade_attention": {},
+    "fused_kernels": {},
+    "disable_pdl": {},
+    "cpu_kernel_choice": {},
+    "disable_cuda_graph": {
+        "vllm": ", or pass engine_args={'enforce_eager': True}",
+        "sglang": ", or pass engine_args={'disable_cuda_graph': True}",
+    },
+    "cuda_graph_max_bs": {
+        "vllm": ", or pass engine_args={'max_cudagraph_capture_size': ...}",
+        "sglang": ", or pass engine_args={'cuda_graph_max_bs_decode': ...}",
+    },
+    "disable_overlap_schedule": {
+        "vllm": ", or pass engine_args={'async_scheduling': False}",
+        "sglang": ", or pass engine_args={'disable_overlap_schedule': True}",
+    },
+    "disable_custom_all_reduce": {
+        "vllm": ", or pass engine_args={'disable_custom_all_reduce': True}",
+        "sglang": ", or pass engine_args={'disable_custom_all_reduce': True}",
+    },
+    "cpu_threads": dict.fromkeys(("vllm", "sglang"), ", or set OMP_NUM_THREADS"),
+    "check_invariants": {},
+    "nnodes": {},
+    "node_rank": {},
+    "enable_weights_cpu_backup": {},
+    "profile_folder": {},
 }
-"""Settings without effect on other engines -> the end of the remedy."""
+"""Settings without effect on other engines -> the end of the remedy by engine, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +143,12 @@ class ServerArgs:
     sessions of `session_store` continue at once if their last turn has this label."""
 
     # -- engine --------------------------------------------------------------------------------------------
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """Engine that computes the tokens: this package's own one, or an installed vLLM (`verl-server[vllm]`)."""
+    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Engine that computes the tokens: this package's own one, or an installed vLLM (`verl-server[vllm]`) or SGLang
+    (`verl-server[sglang]`)."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the engine `vllm`, by the names of its `AsyncEngineArgs`. Arguments that this server sets
-    itself are refused."""
+    """Further arguments of the engine, by the names of vLLM's `AsyncEngineArgs` or SGLang's `ServerArgs`. Arguments
+    that this server sets itself are refused."""
     allow_untested_engine: bool = False
     """Permit a version of the engine with which this release was not run."""
 
@@ -429,11 +451,11 @@ class ServerArgs:
             if self.engine_args or self.allow_untested_engine:
                 raise BadRequestError("engine_args and allow_untested_engine are for another engine, as engine='vllm'.")
             return
-        for name, remedy in _EMBEDDED_ONLY.items():
+        for name, remedies in _EMBEDDED_ONLY.items():
             if getattr(self, name) != _default_of(name):
                 raise BadRequestError(
                     f"ServerArgs.{name} is a setting of the embedded engine, and engine={self.engine!r} has none. "
-                    f"Remove it{remedy}."
+                    f"Remove it{remedies.get(self.engine, '')}."
                 )
 
     def _read_key(self, name: str) -> None:

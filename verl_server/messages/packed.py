@@ -138,6 +138,6 @@ class PromptLogprobs(msgspec.Struct, kw_only=True):
     def ranks(self) -> list[int | None]:
         """Rank of each token in the vocabulary: 1 is the most likely token, and equally likely tokens share a rank.
 
-        A new list, parallel to `token_ids`.
+        A new list, parallel to `token_ids`. None: the engine reports no ranks (0 on the wire).
         """
-        return [*[None] * self.num_missing, *unpack_ids(self.packed_ranks)]
+        return [*[None] * self.num_missing, *(rank or None for rank in unpack_ids(self.packed_ranks))]

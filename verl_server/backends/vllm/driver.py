@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
+from verl_server.backends.process.step_queue import StepQueue
 from verl_server.backends.vllm.outputs import RunningRequest
 from verl_server.backends.vllm.sampling import UNSUPPORTED, refusal, sampling_params
 from verl_server.backends.vllm.settings import engine_settings, set_environment
@@ -36,7 +36,7 @@ class VllmDriver:
         from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
         settings = engine_settings(server_args, on_gpu=current_platform.is_cuda())
-        self._steps = _Steps(ring)
+        self._steps = StepQueue("vLLM", ring)
         self._inner: dict[str, str] = {}
         """This project's request id -> vLLM's request id, which has a random suffix. Used on the loop only."""
         self._running: dict[str, RunningRequest] = {}
@@ -167,33 +167,6 @@ class VllmDriver:
             if self._engine is not None and self._engine.errored:
                 raise ServerDiedError(f"vLLM died during a call: {error}") from error
             raise
-
-
-class _Steps:
-    """A queue of steps from the event loop to the backend's thread."""
-
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._ring = ring
-        self._steps: deque[Step] = deque()
-        self._error: Exception | None = None
-
-    def add(self, step: Step) -> None:
-        self._steps.append(step)
-        self._ring()
-
-    def fail(self, error: Exception) -> None:
-        """Make `take` raise ServerDiedError."""
-        self._error = self._error or error
-        self._ring()
-
-    def take(self) -> list[Step]:
-        """Return the steps since the last call. Raise ServerDiedError after `fail`."""
-        if self._error is not None:
-            raise ServerDiedError(f"vLLM failed: {type(self._error).__name__}: {self._error}") from self._error
-        steps: list[Step] = []
-        while self._steps:
-            steps.append(self._steps.popleft())
-        return steps
 
 
 def _refused(req: TokenizedGenerateReq, error: Exception) -> FinishReason:
