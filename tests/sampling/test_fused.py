@@ -63,7 +63,7 @@ def test_filters_keep_the_tokens_that_the_definition_keeps(row: str, dtype: torc
     specs = [spec(**params) for params in FILTERS]
     logits = ROWS[row].to(dtype).expand(len(specs), -1).contiguous().to(device)
     scales = torch.tensor([1 / s.params.temperature for s in specs], device=device)
-    filters = Filters(specs, VOCAB, device)
+    filters = Filters.of(specs, VOCAB, device)
     every = torch.arange(VOCAB, device=device).expand(len(specs), -1)
     kept = [
         ops.distribution(logits, None, scales).filtered(filters).of(every) > LOWEST

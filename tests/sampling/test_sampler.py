@@ -185,7 +185,7 @@ def test_each_row_has_its_own_filters(ops: SamplingOps) -> None:
     logits = random_logits(6)
     settings: list[dict[str, Any]] = [{"top_k": 2}, {}, {"top_k": 7}, {"min_p": 0.2}, {"top_k": 3, "min_p": 0.9}, {}]
     settings[5] = {"top_k": 1}  # greedy: not filtered
-    filters = Filters([spec(**params) for params in settings], VOCAB, torch.device("cpu"))
+    filters = Filters.of([spec(**params) for params in settings], VOCAB, torch.device("cpu"))
     kept = filtered(ops, logits, filters).isfinite().sum(-1).tolist()
     likely = (logits[3] >= logits[3].max() + math.log(0.2)).sum()
     assert kept == [2, VOCAB, 7, int(likely), 1, VOCAB]
@@ -204,7 +204,7 @@ def test_equally_likely_tokens_stay_or_go_together(sampler: Sampler) -> None:
 def test_top_p_of_a_large_vocabulary(ops: SamplingOps, scale: float) -> None:
     """Cases in which a few candidates hold enough probability, and cases in which all tokens must be sorted."""
     logits = scale * torch.randn(3, 5000, generator=torch.Generator().manual_seed(2))
-    filters = Filters([spec(top_p=p) for p in (0.3, 0.9, 0.99)], 5000, torch.device("cpu"))
+    filters = Filters.of([spec(top_p=p) for p in (0.3, 0.9, 0.99)], 5000, torch.device("cpu"))
     kept = filtered(ops, logits, filters).isfinite()
     for row, top_p in enumerate((0.3, 0.9, 0.99)):
         probs = logits[row].double().softmax(-1)
@@ -459,7 +459,7 @@ def test_modes_name_the_distribution_of_logprobs(sampler: Sampler, settings: dic
     logits, every = random_logits(1, seed=3), list(range(VOCAB))
     s = spec(seed=5, ids=every, **settings)
     drawn_from = masked(penalized(logits[0], s), s) / (s.params.temperature or 1.0)
-    after = filtered(SamplingOps(), drawn_from[None], Filters([s], VOCAB, torch.device("cpu")))[0]
+    after = filtered(SamplingOps(), drawn_from[None], Filters.of([s], VOCAB, torch.device("cpu")))[0]
     expected = {"default": drawn_from, "raw": logits[0], "sampling": after}
     token = sample(sampler, logits, [s]).next_ids[0]
     if s.params.is_greedy:

@@ -27,27 +27,44 @@ _FIRST_CANDIDATES = 1024
 
 
 class Filters:
-    def __init__(self, specs: Sequence[SampleSpec], vocab_size: int, device: torch.device) -> None:
-        """`specs` are the n rows of a batch. Greedy rows are not filtered, since the most likely token always stays."""
+    def __init__(
+        self,
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """Take the filters of the n rows of a batch. At least `vocab_size`, at least 1 and 0 stand for no filter."""
 
         def column(values: Sequence[float], dtype: npt.DTypeLike) -> Tensor:
             return to_device(np.array(values, dtype=dtype), device)
 
-        params = [None if s.params.is_greedy else s.params for s in specs]
-        top_k = [vocab_size if p is None else min(p.top_k, vocab_size) for p in params]
+        top_k = [min(k, vocab_size) for k in top_k]
         # Not 1: the sum of all probabilities may be rounded to more.
-        top_p = [math.inf if p is None or p.top_p >= 1.0 else p.top_p for p in params]
-        min_p = [0.0 if p is None else p.min_p for p in params]
+        top_p = [math.inf if p >= 1.0 else p for p in top_p]
         self.top_k, self.top_p = column(top_k, np.int32), column(top_p, np.float64)
         """[n] int32 and [n] fp64; `vocab_size` and infinity keep all tokens."""
         self.log_min_p = column([math.log(p) if p else -math.inf for p in min_p], np.float32)
         """[n] fp32; -inf keeps all tokens."""
-        ranked = [i for i in range(len(specs)) if top_k[i] < vocab_size or top_p[i] < 1.0]
+        ranked = [i for i in range(len(top_k)) if top_k[i] < vocab_size or top_p[i] < 1.0]
         self._ranked = column(ranked, np.int64) if ranked else None
         """int64 indices of the rows with top-k or top-p, or None."""
         self._width = max((top_k[i] for i in ranked), default=0)
         self.by_count, self.by_mass = min(top_k) < vocab_size, min(top_p) < 1.0
         """True if any row has top-k, and top-p."""
+
+    @classmethod
+    def of(cls, specs: Sequence[SampleSpec], vocab_size: int, device: torch.device) -> Filters:
+        """`specs` are the n rows of a batch. Greedy rows are not filtered, since the most likely token always stays."""
+        params = [None if s.params.is_greedy else s.params for s in specs]
+        return cls(
+            [vocab_size if p is None else p.top_k for p in params],
+            [1.0 if p is None else p.top_p for p in params],
+            [0.0 if p is None else p.min_p for p in params],
+            vocab_size,
+            device,
+        )
 
     def lowest(self, logits: Tensor, norms: Tensor) -> Tensor:
         """Return the lowest logit [n, 1] that all filters keep, -inf if they keep all, by definition.

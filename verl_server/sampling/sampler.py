@@ -345,7 +345,7 @@ class Sampler:
             scales=self._tensor(scales[rows]),
             greedy=self._tensor(greedy[rows]),
             penalized=penalized,
-            filters=Filters(own, self._vocab_size, self._device) if any(s.filtered for s in own) else None,
+            filters=Filters.of(own, self._vocab_size, self._device) if any(s.filtered for s in own) else None,
             raw_rows=self._indices(raw) if raw else None,
             reports=[self._prepare_report(kind, kinds, own, rows) for kind in sorted(set(kinds))],
             masks=[self._prepare_masked(kind, places, own, rows) for kind, places in masked.items() if places],

@@ -75,7 +75,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler", HeldScheduler, HookType.REPLACE)
     HookRegistry.register(draws.BATCH_INFO, draws.with_seeds, HookType.AROUND)
-    HookRegistry.register(draws.DRAW, draws.draw, HookType.REPLACE)
+    HookRegistry.register(draws.SAMPLE, draws.sample, HookType.REPLACE)
     register_grammar_backend(GRAMMARS, make_grammars)
     run_scheduler_process(*args, **kwargs)  # it loads the plugins, which applies the hooks
 
