@@ -17,16 +17,18 @@ from concurrent.futures import Future
 from typing import Any
 
 from verl_server.backends.process.driver import EngineInfo, Step
+from verl_server.backends.process.installed import check_installed
 from verl_server.backends.process.step_queue import StepQueue
 from verl_server.backends.sglang.outputs import RunningRequest, step_of
 from verl_server.backends.sglang.sampling import UNSUPPORTED, refusal, tokenized_request
 from verl_server.backends.sglang.settings import engine_settings, set_environment
-from verl_server.backends.sglang.versions import check_installed
 from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError, ServerDiedError
 from verl_server.messages.io_struct import TokenizedGenerateReq
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+TESTED = {"sglang": "0.5.16"}
+"""Distribution -> the version with which tests and benchmarks were run."""
 _END_SECONDS = 30.0
 """Most seconds until SGLang's processes have ended after SIGKILL."""
 
@@ -37,7 +39,7 @@ class SglangDriver:
 
         Call it in the main thread.
         """
-        name = check_installed(server_args.allow_untested_engine)
+        name = check_installed("sglang", "SGLang", TESTED, server_args.allow_untested_engine)
         settings = engine_settings(server_args)
         set_environment(server_args, settings["device"])
         from verl_server.backends.sglang.launch import launch

@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
 from verl_server.backends.process.engine_workers import WEIGHT_COMMAND
 from verl_server.backends.process.served_model import ServedModel
 from verl_server.backends.process.worker_commands import WorkerCommands
+from verl_server.backends.process.worker_logging import log_in_worker
 from verl_server.backends.sglang.live_model import SglangModel
 from verl_server.backends.sglang.sleep import SleepingMemory
 from verl_server.ipc.tp_group import TpGroup
@@ -66,7 +67,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]
 
     def _start(self, server_args: str) -> None:
         args = ServerArgs.from_json(server_args)
-        _configure_logging(args.log_level)
+        log_in_worker(args.log_level, "sglang")
         tp = TpGroup.beside(
             self.ps.tp_rank,
             self.ps.tp_size,
@@ -125,13 +126,3 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]
             "prefill_chunk": self.chunked_prefill_size or self.max_prefill_tokens,
             "releases_memory": self.server_args.enable_memory_saver,
         }
-
-
-def _configure_logging(level: str) -> None:
-    """Log this package's messages in SGLang's process."""
-    own = logging.getLogger("verl_server")
-    own.setLevel(level.upper())
-    own.propagate = False
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[%(asctime)s sglang] %(levelname)s %(message)s"))
-    own.addHandler(handler)

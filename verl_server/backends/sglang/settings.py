@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from verl_server import lora
-from verl_server.errors import BadRequestError
+from verl_server.backends.process.engine_args import check_engine_args
 from verl_server.files.model_folder import resolve_model_folder
 from verl_server.server_args import ServerArgs
 
 GRAMMARS = "verl_server"
 """Name of the grammar backend that `launch` registers."""
-_REFUSED = {
+REFUSED = {
     "pp_size": "a hold does not know SGLang's loop of pipeline stages",
     "dp_size": "weights are voted on by the tensor-parallel ranks of one replica; start several servers",
     "enable_dp_attention": "weights are voted on by the tensor-parallel ranks of one replica",
@@ -27,17 +26,6 @@ _REFUSED = {
     "detokenizer_worker_num": "this server has its own text workers",
 }
 """Argument of SGLang's `ServerArgs` that may not be set -> the reason."""
-
-
-def check_engine_args(engine_args: dict[str, Any], ours: set[str]) -> None:
-    """Raise BadRequestError if `engine_args` has a name that is in `ours` or would break a promise of the server."""
-    if (adapters := lora.first_named(engine_args)) is not None:
-        raise BadRequestError(lora.refusal(f"engine_args.{adapters}"))
-    taken = sorted(ours & set(engine_args))
-    if taken:
-        raise BadRequestError(f"engine_args must not have {', '.join(taken)}: verl-server sets them itself.")
-    for name in sorted(_REFUSED.keys() & set(engine_args)):
-        raise BadRequestError(f"engine_args must not have {name}: {_REFUSED[name]}. Remove it.")
 
 
 def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
@@ -62,9 +50,11 @@ def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
         "log_level": server_args.log_level,
         "sampling_backend": "pytorch",  # the only one that reads seeds
         "enable_priority_scheduling": True,
+        "disable_priority_preemption": True,
+        "default_priority_value": 0,
         "enable_memory_saver": device == "cuda",  # release and resume of memory
     }
-    check_engine_args(server_args.engine_args, set(ours))
+    check_engine_args(server_args.engine_args, ours, REFUSED)
     defaults = _CPU_DEFAULTS | _kv_cache_tokens(server_args) if device == "cpu" else {}
     return ours | defaults | server_args.engine_args
 

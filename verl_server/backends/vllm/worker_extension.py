@@ -13,6 +13,7 @@ import torch
 
 from verl_server.backends.process.served_model import ServedModel
 from verl_server.backends.process.worker_commands import WorkerCommands
+from verl_server.backends.process.worker_logging import log_in_worker
 from verl_server.backends.vllm.live_model import VllmModel
 from verl_server.backends.vllm.sleep import SleepingMemory
 from verl_server.ipc.tp_group import TpGroup
@@ -27,7 +28,8 @@ class WorkerExtension:
     def verl_start(self, server_args: bytes) -> bytes:
         """Prepare for weight commands. Called once, after the model is loaded."""
         args = ServerArgs.from_json(server_args.decode())
-        _configure_logging(args.log_level)
+        log_in_worker(args.log_level, "vllm-worker")
+        _quiet_vllm()
         tp = _tp_group(args)
         sleeps = self.model_runner.model_config.enable_sleep_mode
         memory = SleepingMemory(self, args.enable_weights_cpu_backup) if sleeps else None
@@ -42,14 +44,8 @@ class WorkerExtension:
         return self._verl_commands.handle(command)
 
 
-def _configure_logging(level: str) -> None:
-    """Log this package's messages in vLLM's process. Drop vLLM's warnings about tensors that a reload omits."""
-    own = logging.getLogger("verl_server")
-    own.setLevel(level.upper())
-    own.propagate = False
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[%(asctime)s vllm-worker] %(levelname)s %(message)s"))
-    own.addHandler(handler)
+def _quiet_vllm() -> None:
+    """Drop vLLM's warnings about tensors that a reload omits."""
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     for module in ("model_executor.model_loader.reload.inplace", "v1.worker.gpu_model_runner"):
         logging.getLogger(f"vllm.{module}").addFilter(lambda record: "weights were not loaded" not in record.msg)
