@@ -4,6 +4,7 @@
     python -m benchmarks.colocated --device cuda --shape 8b
     python -m benchmarks.colocated --device cuda --shape 8b --trainer-ranks 2 --tp 2 --train-batch 2 1024 --cycles 4
     python -m benchmarks.colocated --device cuda --shape 0.6b --engine vllm --cycles 10
+    python -m benchmarks.colocated --device cuda --shape 8b --engine sglang --cycles 10
 
 One cycle: release weights and KV cache, take a training step, resume the weights, push, resume the KV cache, generate.
 With `--offload`, the trainer's weights are in host memory while the server generates. Each cycle checks four
@@ -45,6 +46,7 @@ from transformers import AutoConfig
 
 from benchmarks.copy_limit import better
 from benchmarks.copy_limit import measure as measure_copies
+from benchmarks.engines import ENGINES, settings_of_engine
 from benchmarks.footprint import device_used_bytes, footprint
 from benchmarks.processes import process_tree
 from benchmarks.served_slices import ServedTensor, expected_checksums, tensors_of_engine, traffic
@@ -145,7 +147,7 @@ class Cycle:
         """Bytes of weights and KV cache that one rank of the server reports. On the CPU only the weights count, because
         unused KV pages have no memory yet, and on the trainer's first rank only (`resident_bytes`)."""
         memory = self._engine.get_server_info()["internal_states"][0].get("memory", {})
-        if "weight_bytes" not in memory:  # vLLM does not say it; it holds the weights at least
+        if "weight_bytes" not in memory:  # another engine may not report it; it holds the weights at least
             return sum(p.nbytes for p in self._model.parameters())
         if self._device.type == "cuda":
             return int(memory["weight_bytes"] + memory["kv_cache_bytes"])
@@ -254,11 +256,9 @@ def run_cycles(rank: int, args: argparse.Namespace, folder: Path, device: torch.
         "device": args.device,
         "dtype": str(_dtype(args)).removeprefix("torch."),
         "mem_fraction_static": args.mem_fraction_static,
-        "kv_cache_gib": 0.5 if args.engine == "embedded" else 1,
         "tp_size": args.tp,
-        "engine": args.engine,
         "log_level": "warning",
-    }
+    } | settings_of_engine(args.engine, kv_cache_gib=0.5)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     with VerlEngine(mesh, launch_server=True, **settings) as engine:
         engine.update_weights_from_tensor(model.named_parameters(), partial=False)
@@ -351,7 +351,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--offload", action="store_true", help="move the trainer's weights to the host while the server generates"
     )
-    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="engine (embedded)")
+    parser.add_argument("--engine", choices=list(ENGINES), default="embedded", help="engine (embedded)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server (1)")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="trainer processes; two or more use FSDP2 (1)")
     parser.add_argument(
@@ -370,8 +370,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error("--offload moves weights from a GPU to the host: it needs --device cuda.")
     if args.device == "cpu" and args.shape == "8b":
         parser.error("--shape 8b needs a GPU: on the CPU, trainer and server would need 33 GB each. Use --shape 0.6b.")
-    if args.device == "cpu" and args.engine == "vllm":
-        parser.error("--engine vllm needs --device cuda: vLLM releases no memory on the CPU.")
+    if args.device == "cpu" and not ENGINES[args.engine].releases_on_cpu:
+        parser.error(f"--engine {args.engine} needs --device cuda: it releases no memory on the CPU.")
     if args.trainer_ranks > 1 and args.offload:
         parser.error("--offload needs --trainer-ranks 1: shards are not moved here.")
     gpus = max(args.tp, args.trainer_ranks)

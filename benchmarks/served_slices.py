@@ -73,11 +73,12 @@ def served_tensors(folder: Path, tp_size: int) -> list[ServedTensor]:
 
 
 def tensors_of_engine(engine: str, folder: Path, tp_size: int) -> list[ServedTensor]:
-    """The tensors that the ranks of an engine ("embedded" or "vllm") serve.
+    """The tensors that the ranks of an engine (a value of `ServerArgs.engine`) serve.
 
-    One rank of vLLM serves whole tensors, of any model. Several ranks cut dense models as the embedded engine does.
+    One rank of another project's engine serves whole tensors, of any model. Several ranks cut dense models as the
+    embedded engine does.
     """
-    return whole_tensors(folder) if engine == "vllm" and tp_size == 1 else served_tensors(folder, tp_size)
+    return whole_tensors(folder) if engine != "embedded" and tp_size == 1 else served_tensors(folder, tp_size)
 
 
 def whole_tensors(folder: Path) -> list[ServedTensor]:

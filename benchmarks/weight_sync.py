@@ -7,6 +7,7 @@
     python -m benchmarks.weight_sync --device cuda --shape 30b-a3b --engine vllm --generate 32
     python -m benchmarks.weight_sync --device cuda --shape 30b-a3b --engine vllm --separate
     python -m benchmarks.weight_sync --device cuda --shape 8b --engine vllm --trainer-ranks 2 --tp 2
+    python -m benchmarks.weight_sync --device cuda --shape 8b --engine sglang --generate 32
 
 The trainer has one process for each rank (with FSDP2 if there are several), and launches a server of random weights
 through `VerlEngine`. With `--generate` the server first captures its CUDA graphs. Before each push the trainer writes
@@ -59,6 +60,7 @@ from torch.multiprocessing import Pipe
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.copy_limit import Limit, Traffic, better, measure
+from benchmarks.engines import ENGINES, settings_of_engine
 from benchmarks.push_trainer import Job, Ready, Result, run_rank
 from benchmarks.served_slices import tensors_of_engine, traffic
 from benchmarks.shapes import SHAPES, shape_folder
@@ -142,14 +144,11 @@ def make_job(args: argparse.Namespace, folder: Path) -> Job:
         "dtype": str(server_dtype).removeprefix("torch."),
         "tp_size": args.tp,
         "mem_fraction_static": args.mem_fraction_static,
-        "engine": args.engine,
-        "kv_cache_gib": 0.5 if args.engine == "embedded" else 1,
         "max_running_requests": max(args.generate, 8),
         "log_level": args.log_level,
     }
-    if not args.generate:  # no step runs, so captures of CUDA graphs would only take time
-        no_graphs = {"disable_cuda_graph": True}
-        settings |= no_graphs if args.engine == "embedded" else {"engine_args": {"enforce_eager": True}}
+    # Without requests no step runs, so captures of CUDA graphs would only take time.
+    settings |= settings_of_engine(args.engine, kv_cache_gib=0.5, graphs=args.generate > 0)
     if on_gpu and args.separate:
         gpus = range(args.trainer_ranks, args.trainer_ranks + args.tp)
         settings["gpu_uuids"] = tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
@@ -269,7 +268,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of trainer and server (cpu)")
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="shape of the model (tiny)")
-    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="engine (embedded)")
+    parser.add_argument("--engine", choices=list(ENGINES), default="embedded", help="engine (embedded)")
     parser.add_argument(
         "--unchecked", nargs="+", default=[], metavar="PART", help="compare no parameter whose name contains PART"
     )
@@ -319,7 +318,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.shape == "30b-a3b" and args.tp > 1:
         parser.error("--shape 30b-a3b is measured with --tp 1: how several ranks cut experts is not known here.")
     if args.engine == "embedded" and args.shape == "30b-a3b":
-        parser.error("--shape 30b-a3b needs --engine vllm: the embedded engine has no experts.")
+        parser.error("--shape 30b-a3b needs --engine vllm or sglang: the embedded engine has no experts.")
     args.separate = args.separate or args.source == "group"
     if args.trainer_ranks % args.engines or (args.engines > 1 and args.separate):
         parser.error("--engines must divide --trainer-ranks, and must be 1 with --separate and with --source group.")

@@ -79,6 +79,8 @@ _SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+_HEAD_DIM_OF_OTHERS = 32
+"""Size of a head with another project's engine: vLLM's attention on a CPU needs 32 or more."""
 _RESULTS = ("metrics.jsonl", "trajectories.jsonl", "summary.json", "report.html")
 CONFIG = GRPOConfig(groups=32, group_size=8, learning_rate=4e-3, entropy_coef=0.015, max_grad_norm=0.3)
 """Settings of the algorithm with which the policy learns the game of 12 numbers in about a hundred steps."""
@@ -99,8 +101,9 @@ class DemoArgs:
     the servers of this one are up. A folder with anything else that the demo would replace is refused."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Device of trainer and server."""
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """Engine of the rollout server: this package's own one, or an installed vLLM (`verl-server[vllm]`)."""
+    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Engine of the rollout server: this package's own one, or an installed vLLM (`verl-server[vllm]`) or SGLang
+    (`verl-server[sglang]`)."""
     seed: int = 0
     """Seed of the weights, the games, the environment's delays and sampling."""
     steps: int = 140
@@ -167,10 +170,9 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         out = self.args.out
-        # vLLM's attention on a CPU needs heads of 32 or more.
-        head_dim = {"embedded": 16, "vllm": 32}[self.args.engine]
         with contextlib.ExitStack() as stack:
             stack.callback(_claimed_folder(self.args).release)
+            head_dim = 16 if self.args.engine == "embedded" else _HEAD_DIM_OF_OTHERS
             folder = make_policy_folder(out / "model", self.args.seed, head_dim)
             interrupt = stack.enter_context(_Interrupt())
             parts = self._start(stack, folder)
@@ -217,11 +219,7 @@ class Demo:
                 max_concurrent_envs=max(1024, 2 * at_once),
             )
         )
-        settings: dict[str, Any] = {"dtype": "float32", "log_level": "warning"}
-        if args.engine == "vllm":  # its cache has whole GiB on a CPU; compiling takes longer than the demo
-            settings |= {"engine": "vllm", "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}}
-        else:
-            settings |= {"cpu_threads": 1, "kv_cache_gib": 0.25}
+        settings = {"dtype": "float32", "log_level": "warning"} | server_settings(args.engine, device.type)
         engine = stack.enter_context(launch_engine(str(folder), device, **settings))
         policy = load_policy(str(folder), device, compute_dtype=torch.float32)  # the dtype of the server
         trainer = PolicyTrainer(policy, self.config, args.steps, device)
@@ -378,6 +376,19 @@ def make_policy_folder(folder: Path, seed: int, head_dim: int = 16) -> Path:
         tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
     return make_model_folder(folder, "llama", seed=seed, tokenizer=tokenizer, head_dim=head_dim, **_SHAPE)
+
+
+def server_settings(engine: str, device: str) -> dict[str, Any]:
+    """Return the settings of the rollout server that differ between the engines."""
+    match engine:
+        case "vllm":  # its cache has whole GiB on a CPU; compiling takes longer than the demo
+            return {"engine": engine, "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}}
+        case "sglang":  # its default attention on some GPUs does not compute in float32
+            attention = {"cuda": "triton", "cpu": "torch_native"}[device]
+            chosen = {"attention_backend": attention, "disable_cuda_graph": True}
+            return {"engine": engine, "kv_cache_gib": 0.25, "engine_args": chosen}
+        case _:
+            return {"cpu_threads": 1, "kv_cache_gib": 0.25}
 
 
 def _claimed_folder(args: DemoArgs) -> Claim:
