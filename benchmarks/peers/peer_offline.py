@@ -74,6 +74,7 @@ def parse_args(doc: str | None) -> argparse.Namespace:
         metavar=("COUNT", "PROMPT", "OUTPUT"),
         help="use COUNT requests with PROMPT and OUTPUT tokens each instead of the workload",
     )
+    parser.add_argument("--memory", type=float, help="share of the GPU's memory (that of the engine)")
     parser.add_argument(
         "--weights",
         choices=["dummy", "written"],

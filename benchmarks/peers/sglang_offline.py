@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.peer_offline import Generate, run_peer
 from benchmarks.shapes import SHAPES
 from benchmarks.workload import Workload
 
 
+_ON_GPU: dict[str, Any] = {"cuda_graph_max_bs_decode": 256}
+_ON_CPU: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 2**16,  # else its size follows from the memory of the host
+}
+
+
 @contextlib.contextmanager
 def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
+    if args.device == "cpu":
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import sglang  # type: ignore[import-not-found]
 
     engine = sglang.Engine(
@@ -25,7 +38,8 @@ def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
         disable_radix_cache=not args.prefix_cache,
         context_length=SHAPES[args.shape]["max_position_embeddings"],
         max_running_requests=256,
-        cuda_graph_max_bs_decode=256,
+        mem_fraction_static=args.memory,
+        **_ON_GPU if args.device == "cuda" else _ON_CPU,
     )
 
     def generate(work: Workload) -> list[int]:

@@ -16,6 +16,7 @@ from benchmarks.workload import Workload
 def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
+    memory = args.memory if args.device == "cuda" else 0.3  # on the CPU, a share of host memory
     llm = LLM(
         model=str(folder),
         load_format="dummy" if args.weights == "dummy" else "auto",
@@ -24,7 +25,7 @@ def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
         enable_prefix_caching=args.prefix_cache,
         max_model_len=SHAPES[args.shape]["max_position_embeddings"],
         max_num_seqs=256,
-        **({} if args.device == "cuda" else {"gpu_memory_utilization": 0.3}),  # on the CPU, a share of host memory
+        **({} if memory is None else {"gpu_memory_utilization": memory}),
     )
 
     def generate(work: Workload) -> list[int]:
