@@ -16,6 +16,8 @@ class EngineOptions:
 
     without_graphs: dict[str, Any]
     """Fields of `ServerArgs` with which no CUDA graph is captured."""
+    processes: dict[str, str]
+    """Name of a process of the engine -> a part of its command line."""
     has_whole_gib: bool = False
     """The KV cache on a CPU has whole GiB."""
     releases_on_cpu: bool = False
@@ -23,9 +25,20 @@ class EngineOptions:
 
 
 ENGINES: dict[str, EngineOptions] = {
-    "embedded": EngineOptions(without_graphs={"disable_cuda_graph": True}, releases_on_cpu=True),
-    "vllm": EngineOptions(without_graphs={"engine_args": {"enforce_eager": True}}, has_whole_gib=True),
-    "sglang": EngineOptions(without_graphs={"engine_args": {"disable_cuda_graph": True}}),
+    "embedded": EngineOptions(
+        without_graphs={"disable_cuda_graph": True},
+        processes={"scheduler": "verl_server.scheduler.process"},
+        releases_on_cpu=True,
+    ),
+    "vllm": EngineOptions(
+        without_graphs={"engine_args": {"enforce_eager": True}},
+        processes={"backend": "backends.vllm.main", "scheduler": "VLLM::EngineCore", "worker": "VLLM::Worker"},
+        has_whole_gib=True,
+    ),
+    "sglang": EngineOptions(
+        without_graphs={"engine_args": {"disable_cuda_graph": True}},
+        processes={"backend": "backends.sglang.main", "scheduler": "sglang::scheduler"},
+    ),
 }
 """Value of `ServerArgs.engine` -> its options."""
 HEAD_DIM = 32
