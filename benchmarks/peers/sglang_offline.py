@@ -14,8 +14,8 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workload import Workload
 
 
-_ON_GPU: dict[str, Any] = {"cuda_graph_max_bs_decode": 256}
-_ON_CPU: dict[str, Any] = {
+ON_GPU: dict[str, Any] = {"cuda_graph_max_bs_decode": 256}
+ON_CPU: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
@@ -39,7 +39,7 @@ def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
         context_length=SHAPES[args.shape]["max_position_embeddings"],
         max_running_requests=256,
         mem_fraction_static=args.memory,
-        **_ON_GPU if args.device == "cuda" else _ON_CPU,
+        **ON_GPU if args.device == "cuda" else ON_CPU,
     )
 
     def generate(work: Workload) -> list[int]:
