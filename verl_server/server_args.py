@@ -96,6 +96,12 @@ _EMBEDDED_ONLY: dict[str, dict[str, str]] = {
 """Settings without effect on other engines -> the end of the remedy by engine, if there is one."""
 
 
+def settings_of_engine(engine: str) -> set[str]:
+    """Return the names of the settings that have an effect on an engine."""
+    names = {field.name for field in dataclasses.fields(ServerArgs)}
+    return names if engine == "embedded" else names - _EMBEDDED_ONLY.keys()
+
+
 @dataclass(frozen=True)
 class ServerArgs:
     """Settings of one rollout server."""

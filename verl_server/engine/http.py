@@ -7,7 +7,6 @@ server every call raises ServerRestartedError, until the weights are pushed agai
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import secrets
 import weakref
@@ -47,7 +46,7 @@ from verl_server.messages.weight_requests import (
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
 )
-from verl_server.server_args import ServerArgs
+from verl_server.server_args import ServerArgs, settings_of_engine
 
 if TYPE_CHECKING:
     from verl_server.engine.push import WeightPusher
@@ -288,6 +287,8 @@ class HttpServerEngineAdapter(RestartableServer):
 
 
 def _known_settings(info: ServerInfo) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    """Return the settings of a running server, without those that its engine does not have: the report of another
+    engine has its own page size, which is no setting."""
+    known = settings_of_engine(info.get("engine", "embedded"))
     settings: dict[str, Any] = {key: value for key, value in info.items() if key in known and value is not None}
     return settings | {"gpu_uuids": tuple(settings.get("gpu_uuids", ()))}
