@@ -8,11 +8,11 @@ For each victim a server starts, and `--requests` requests run: one third are st
 answer, and one third are calls of `HttpServerEngineAdapter`. When all streams have a token, the victim dies. The victim
 `front` is the HTTP server itself. The others are processes of the engine.
 
-The line `death` of a victim has as its value the seconds from the kill until the last client has an end. `clients` counts
-what the clients of each kind saw, and `messages` has one text of each. `processes_seconds` is the time until every process
-of the server has ended. `next_call` is what a call after that raises, and after how many seconds. `unfreed_bytes` is
-the device memory that is in use then, less that before the start. The exit status is 1 if a client or a process takes
-more than `--bound` seconds, if a client gets no error, or if memory stays taken.
+The line `death` of a victim has as its value the seconds from the kill until the last client has an end. `clients`
+counts what the clients of each kind saw, and `messages` has one text of each. `processes_seconds` is the time until
+every process of the server has ended. `next_call` is what a call after that raises, and after how many seconds.
+`unfreed_bytes` is the device memory that is in use then, less that before the start. The exit status is 1 if a client
+or a process takes more than `--bound` seconds, if a client gets no error, or if memory stays taken.
 """
 
 from __future__ import annotations

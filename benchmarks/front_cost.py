@@ -60,7 +60,9 @@ def benchmark(args: argparse.Namespace) -> float:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.front_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.front_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the engine runs (cpu)")
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="shape of the model (tiny)")

@@ -46,9 +46,9 @@ MODES = ("server", "update-serve", "serve-update", "update-generate")
 _JOIN_SECONDS = 60.0
 
 
-def dtype_on(device: str) -> torch.dtype:
+def dtype_on(device: str) -> Literal["float32", "bfloat16"]:
     """The dtype of trainer and server. Not every engine computes in float32 on a GPU."""
-    return torch.float32 if device == "cpu" else torch.bfloat16
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 class Trainer:
@@ -57,7 +57,8 @@ class Trainer:
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_on(device)).to(device)
+        auto: Any = AutoModelForCausalLM
+        self.model: nn.Module = auto.from_pretrained(folder, dtype=getattr(torch, dtype_on(device))).to(device)
         self._generator = torch.Generator(device).manual_seed(0)
         self.pushes = 0
 
@@ -200,7 +201,7 @@ def soak(
     args = ServerArgs(
         model_path=str(folder),
         device=device,
-        dtype=str(dtype_on(device)).removeprefix("torch."),
+        dtype=dtype_on(device),
         port=0,
         mem_fraction_static=0.3,
         control_timeout=_JOIN_SECONDS,

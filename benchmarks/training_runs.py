@@ -92,7 +92,7 @@ def run_grpo(args: argparse.Namespace, folder: Path) -> bool:
         words = [str(word) for option in options.items() for word in option]
         code, seconds, output = run(["verl_server.train.grpo", *words, "--no-chat"], args.bound)
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] if code == 0 else []
-    is_ok = len(metrics) == args.steps
+    is_ok: bool = len(metrics) == args.steps
     more: dict[str, Any] = {"output": output}
     if is_ok:
         more = {

@@ -13,7 +13,6 @@ from benchmarks.peers.peer_offline import Generate, run_peer
 from benchmarks.shapes import SHAPES
 from benchmarks.workload import Workload
 
-
 ON_GPU: dict[str, Any] = {"cuda_graph_max_bs_decode": 256}
 ON_CPU: dict[str, Any] = {
     "attention_backend": "torch_native",

@@ -289,6 +289,6 @@ class HttpServerEngineAdapter(RestartableServer):
 def _known_settings(info: ServerInfo) -> dict[str, Any]:
     """Return the settings of a running server, without those that its engine does not have: the report of another
     engine has its own page size, which is no setting."""
-    known = settings_of_engine(info.get("engine", "embedded"))
+    known = settings_of_engine(str(info.get("engine", "embedded")))
     settings: dict[str, Any] = {key: value for key, value in info.items() if key in known and value is not None}
     return settings | {"gpu_uuids": tuple(settings.get("gpu_uuids", ()))}
