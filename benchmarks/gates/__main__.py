@@ -4,12 +4,14 @@
     python -m benchmarks.gates --gpus 2 --out runs/gates-2.jsonl
     python -m benchmarks.gates --gpus 1 --out runs/gates-1.jsonl --only push_8b start_8b
     python -m benchmarks.gates --gpus 1 --out runs/gates-1.jsonl --judge --record
+    python -m benchmarks.gates --gpus 1 --needs sglang --out runs/sglang-1.jsonl --seconds 580
 
 Run it before and after a change under `worker`, `kernels`, `sampling`, `models`, `weight_sync`, `backends` or `train`.
 
 A set consists of parts. Each part is the command line of a benchmark, runs as a process of its own, and is killed at
-its bound. A set on GPUs takes at most 8 minutes, parts that need vLLM and parts of --long aside. Progress goes to
-stderr.
+its bound. A set on GPUs takes at most 8 minutes, parts that need another engine and parts of --long aside. Progress
+goes to stderr. With --needs, the set consists of the parts that need this engine; --seconds ends a call in time, and
+the same command again runs what is left.
 
 The table at the end has a row for each figure: its value, the limit that was measured on the same cards in the same
 run, and the value as a share of the limit (for times the limit as a share of the value). For sampling settings the
@@ -82,9 +84,13 @@ def progress(text: str) -> None:
 
 def judge_all(args: argparse.Namespace, lines: Lines, committed: dict[str, float] | None) -> list[Row]:
     """The rows of the set. Figures of parts that were not chosen, and have no lines, are left out."""
-    chosen = {part.name for part in parts_to_run(PARTS[args.gpus], args.only, args.long, {})}
+    chosen = {part.name for part in _chosen(args, {})}
     chosen |= {part for part, _ in lines}
     return [judge(figure, lines, committed) for figure in FIGURES[args.gpus] if figure.part in chosen]
+
+
+def _chosen(args: argparse.Namespace, lines: Lines) -> list[Part]:
+    return parts_to_run(PARTS[args.gpus], args.only, args.long, lines, args.needs)
 
 
 def failed_parts(args: argparse.Namespace, lines: Lines) -> list[Part]:
@@ -129,6 +135,8 @@ def make_parser() -> argparse.ArgumentParser:
     sets = "; ".join(f"--gpus {gpus}: {', '.join(part.name for part in parts)}" for gpus, parts in PARTS.items())
     parser.add_argument("--only", nargs="+", metavar="PART", help=f"parts to run, also if they succeeded. {sets}")
     parser.add_argument("--long", action="store_true", help="also the parts that take minutes, such as the ablations")
+    engines = sorted({part.needs for parts in PARTS.values() for part in parts if part.needs})
+    parser.add_argument("--needs", choices=engines, help="only the parts that need this engine, long ones too")
     parser.add_argument("--seconds", type=float, help="start only parts whose bound ends within this many seconds")
     parser.add_argument("--judge", action="store_true", help="run nothing, only print the table of the file")
     parser.add_argument("--record", action="store_true", help="write this run's shares of this card to shares.json")
@@ -145,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     args.out = args.out or Path("runs", time.strftime(f"gates-{args.gpus}-%Y%m%d-%H%M%S.jsonl"))
     card = open_run(parser, args)
     if not args.judge:
-        run_parts(args, parts_to_run(PARTS[args.gpus], args.only, args.long, read_lines(args.out)))
+        run_parts(args, _chosen(args, read_lines(args.out)))
     lines = read_lines(args.out)
     if args.record:
         number = record_shares(card, args.gpus, judge_all(args, lines, None))

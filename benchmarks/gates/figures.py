@@ -64,6 +64,15 @@ def _graphs(name: str, part: str) -> Figure:
     return Figure(name, part, "graphs", _read(part, "cuda_graphs"), least=1)
 
 
+def _beyond_copies(name: str, part: str) -> Figure:
+    """Milliseconds of a push beyond 1.5 times plain copies: what a push may take that does not depend on bytes."""
+
+    def beyond(lines: Lines) -> float:
+        return _read(part, "push", "median_ms")(lines) - 1.5 * _read(part, "push", "limit_ms")(lines)
+
+    return Figure(name, part, "ms", beyond, most=5)
+
+
 def _two_to_one(lines: Lines) -> float:
     """Tokens/s of two tensor-parallel GPUs to those of one GPU, whose neighbour runs the same."""
     two, one = _read("offline_8b_tp2", "output_tokens_per_s"), _read("replicas_8b", "one_engine_tokens_per_s")
@@ -108,6 +117,19 @@ FIGURES: dict[int, list[Figure]] = {
         _fixed("prefix hits of what could hit", "multi_turn_0.6b", "prefix_hit_rate", "ratio", least=0.95),
         _fixed("lock step to own pace", "multi_turn_0.6b", "lock_step_ratio", least=3),
         _fixed("own pace to the ideal", "multi_turn_0.6b", "ideal_ratio", most=1.1),
+        _push("8B push to SGLang", "sglang_push_8b"),
+        _beyond_copies("8B push to SGLang, beyond 1.5 copies", "sglang_push_8b"),
+        Figure(
+            "8B push to SGLang, lost requests",
+            "sglang_gaps_8b",
+            "requests",
+            _read("sglang_gaps_8b", "lost_requests"),
+            most=0,
+        ),
+        _fixed("8B, SGLang behind the front to alone", "sglang_front_8b", "front_ratio", least=0.97),
+        _fixed("0.6B, SGLang behind the front to alone", "sglang_front_0.6b", "front_ratio", least=0.97),
+        _time("8B push to SGLang, after a sleep", "sglang_sleep_8b", "colocated_push", "ms"),
+        Figure("0.6B SGLang, a process dies", "sglang_deaths", "s", _read("sglang_deaths", "death"), most=10),
     ],
     2: [
         _of_limit("8B, two replicas", "replicas_8b"),

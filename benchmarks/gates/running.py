@@ -132,11 +132,16 @@ def read_lines(out: Path) -> Lines:
     return {(line.get("part", ""), line["name"]): line for line in lines if "name" in line}
 
 
-def parts_to_run(parts: list[Part], only: list[str] | None, is_long: bool, lines: Lines) -> list[Part]:
-    """The parts that `only` names; without `only`, the parts that have not succeeded yet."""
+def parts_to_run(
+    parts: list[Part], only: list[str] | None, is_long: bool, lines: Lines, needs: str | None = None
+) -> list[Part]:
+    """The parts that `only` names; without `only`, the parts that have not succeeded yet.
+
+    `needs`: only the parts, long ones too, that need this package.
+    """
     if only is not None:
         return [part for part in parts if part.name in only]
-    chosen = [part for part in parts if is_long or not part.is_long]
+    chosen = [part for part in parts if (part.needs == needs if needs else is_long or not part.is_long)]
     return [part for part in chosen if lines.get((part.name, "part_end"), {}).get("code") != 0]
 
 

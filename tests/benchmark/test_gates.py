@@ -13,11 +13,15 @@ from benchmarks import (
     ablation,
     colocated,
     constrained,
+    engine_deaths,
+    front_cost,
     multi_turn,
     offline,
     replicas,
     serving,
+    soak,
     startup,
+    training_runs,
     weight_sync,
 )
 from benchmarks.gates import __main__ as gates
@@ -27,16 +31,22 @@ from benchmarks.gates.parts import PARTS, Part
 from benchmarks.gates.running import is_installed, parts_to_run, read_lines, run_part
 from benchmarks.gates.shares import Row, judge, read_shares, record_shares
 from benchmarks.gates.table import make_table
+from benchmarks.peers import sglang_push
 
 PARSERS: dict[str, Any] = {
     "ablation": ablation,
     "colocated": colocated,
     "constrained": constrained,
+    "engine_deaths": engine_deaths,
+    "front_cost": front_cost,
     "multi_turn": multi_turn,
     "offline": offline,
     "replicas": replicas,
+    "peers.sglang_push": sglang_push,
     "serving": serving,
+    "soak": soak,
     "startup": startup,
+    "training_runs": training_runs,
     "weight_sync": weight_sync,
 }
 
@@ -190,6 +200,8 @@ def test_parts_are_written_down_and_not_repeated(out: Path) -> None:
     assert parts_to_run([good, bad, slow], None, False, found) == [bad]
     assert parts_to_run([good, bad, slow], None, True, found) == [bad, slow]
     assert parts_to_run([good, bad, slow], ["good", "slow"], False, found) == [good, slow]
+    other = Part("other", "offline", 1, needs="sglang", is_long=True)
+    assert parts_to_run([good, bad, other], None, False, found, "sglang") == [other]
 
 
 def test_a_part_that_hangs_is_killed_with_its_children(out: Path) -> None:
