@@ -97,7 +97,8 @@ def run_grpo(args: argparse.Namespace, folder: Path) -> bool:
     if is_ok:
         more = {
             "push_ms_median": round(1e3 * statistics.median(m["sync_seconds"] for m in metrics), 3),
-            "step_seconds": round(statistics.median(m["seconds"] for m in metrics), 3),
+            "rollout_seconds": round(statistics.median(m["rollout_seconds"] for m in metrics), 3),
+            "train_seconds": round(statistics.median(m["train_seconds"] for m in metrics), 3),
             "max_logprob_gap": max(m["logprob_gap"] or 0.0 for m in metrics),
             "trainable": sum(m["trainable"] for m in metrics),
         }
