@@ -5,9 +5,13 @@ SGLang finds it by the name `settings.GRAMMARS`. A request has its grammar in th
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+
+
+logger = logging.getLogger(__name__)
 
 
 class TranslatedGrammars(GuidanceBackend):  # type: ignore[misc]
@@ -15,5 +19,10 @@ class TranslatedGrammars(GuidanceBackend):  # type: ignore[misc]
         return self._from_serialized(key_string)
 
 
-def make_grammars(_: Any, tokenizer: Any, vocab_size: int, eos_token_ids: set[int] | None) -> TranslatedGrammars:
-    return TranslatedGrammars(tokenizer, n_vocab=vocab_size, eos_token_ids=eos_token_ids)
+def make_grammars(_: Any, tokenizer: Any, vocab_size: int, eos_token_ids: set[int] | None) -> TranslatedGrammars | None:
+    """Return None for a tokenizer with which llguidance cannot work. SGLang then ends a request that has a grammar."""
+    try:
+        return TranslatedGrammars(tokenizer, n_vocab=vocab_size, eos_token_ids=eos_token_ids)
+    except ValueError as error:
+        logger.warning("Outputs cannot follow a grammar with this tokenizer: %s", error)
+        return None
