@@ -1,8 +1,8 @@
 """`SglangDriver`: an `EngineDriver` that runs SGLang's schedulers token in, token out.
 
-This process takes the place of SGLang's tokenizer: it sends SGLang's own messages to the scheduler of rank 0 and
-receives the outputs of each step. One socket brings outputs and replies, so a reply comes after the outputs of all
-earlier steps. SGLang's processes are children of this process, and end with it.
+This process takes the place of SGLang's tokenizer: it sends SGLang's own messages to the scheduler of rank 0, and
+receives the messages of `HeldScheduler`. One socket brings outputs and replies, so a reply comes after the outputs of
+all earlier steps. SGLang's processes are children of this process, and end with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from verl_server.backends.process.driver import EngineInfo, Step
 from verl_server.backends.process.installed import check_installed
 from verl_server.backends.process.step_queue import StepQueue
-from verl_server.backends.sglang.outputs import RunningRequest, step_of
+from verl_server.backends.sglang.outputs import MESSAGES, Outputs, Reply, RunningRequest, step_of
 from verl_server.backends.sglang.sampling import UNSUPPORTED, refusal, tokenized_request
 from verl_server.backends.sglang.settings import engine_settings, set_environment
 from verl_server.errors import BadRequestError, ContextLengthError, ControlTimeoutError, ServerDiedError
@@ -132,35 +132,34 @@ class SglangDriver:
 
     def _receive(self) -> None:
         """Convert each output into a `Step`, and give replies to `_request`, until this process ends."""
-        from sglang.srt.managers.io_struct import BatchTokenIDOutput, RpcReqOutput, sock_recv
-
         try:
             while True:
-                message = sock_recv(self._launched.from_scheduler)
-                if isinstance(message, BatchTokenIDOutput):
-                    if step := self._step(message):
-                        self._steps.add(step)
-                elif isinstance(message, RpcReqOutput):
-                    self._resolve(message)
+                data = self._launched.outputs.recv()
+                match MESSAGES.decode(data):
+                    case Outputs() as outputs:
+                        if step := self._step(outputs):
+                            self._steps.add(step)
+                    case Reply() as reply:
+                        self._resolve(reply)
         except Exception as error:
             self._fail(error)
 
-    def _step(self, output: Any) -> Step:
+    def _step(self, outputs: Outputs) -> Step:
         with self._lock:
-            step = step_of(output, self._running)
+            step = step_of(outputs, self._running)
             for new in step:
                 if new.finish_reason is not None:
                     del self._running[self._inner.pop(new.rid)]
         return step
 
-    def _resolve(self, reply: Any) -> None:
-        future = self._calls.get(reply.rid)
+    def _resolve(self, reply: Reply) -> None:
+        future = self._calls.get(reply.call)
         if future is None:
-            logger.warning("SGLang answered call %s after its timeout.", reply.rid)
-        elif reply.success:
-            future.set_result(reply.message.encode("latin-1"))
+            logger.warning("SGLang answered call %s after its timeout.", reply.call)
+        elif reply.error is None:
+            future.set_result(reply.data)
         else:
-            future.set_exception(RuntimeError(reply.message))
+            future.set_exception(RuntimeError(reply.error))
 
     def _watch(self) -> None:
         """Wait for the end of a scheduler process, without which no output and no reply would come."""

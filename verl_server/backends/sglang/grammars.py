@@ -10,7 +10,6 @@ from typing import Any
 
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,8 @@ from verl_server.backends.sglang.settings import GRAMMARS
 class Launched(NamedTuple):
     to_scheduler: Any
     """zmq socket (PUSH) to rank 0, which sends each message on to all ranks."""
-    from_scheduler: Any
-    """zmq socket (PULL) with the outputs of rank 0 and its replies, in the order in which rank 0 sent them."""
+    outputs: Any
+    """zmq socket (PULL) with the messages of `outputs`, in the order in which rank 0 sent them."""
     info: dict[str, Any]
     """What `HeldScheduler.get_init_info` returns on rank 0."""
     processes: list[Any]
@@ -44,12 +44,12 @@ def launch(settings: dict[str, Any]) -> Launched:
         def __init__(self, _: Any, ports: Any) -> None:
             context = zmq.Context(2)
             self.to_scheduler = get_zmq_socket(context, zmq.PUSH, ports.scheduler_input_ipc_name, True)
-            self.from_scheduler = get_zmq_socket(context, zmq.PULL, ports.tokenizer_ipc_name, True)
+            self.outputs = get_zmq_socket(context, zmq.PULL, ports.tokenizer_ipc_name, True)
             self.max_req_input_len = 0
 
     args = SglangServerArgs(**settings, custom_sigquit_handler=_leave_to_the_driver)
     ports = PortArgs.init_new(args)
-    ports.detokenizer_ipc_name = ports.tokenizer_ipc_name  # outputs come to the socket that replies come to
+    ports.detokenizer_ipc_name = ports.tokenizer_ipc_name
     sockets, _, _, started, watchdog = Schedulers._launch_subprocesses(
         server_args=args,
         init_tokenizer_manager_func=lambda args, ports: (Sockets(args, ports), None),
@@ -60,7 +60,7 @@ def launch(settings: dict[str, Any]) -> Launched:
     watchdog.stop()  # it would send SIGQUIT; the driver waits for the end of each process itself
     children = {process.pid: process for process in multiprocessing.active_children()}
     processes = [children[pid] for pid in started.all_child_pids if pid in children]
-    return Launched(sockets.to_scheduler, sockets.from_scheduler, started.scheduler_infos[0], processes)
+    return Launched(sockets.to_scheduler, sockets.outputs, started.scheduler_infos[0], processes)
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:

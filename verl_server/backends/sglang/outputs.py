@@ -1,4 +1,7 @@
-"""Translates SGLang's `BatchTokenIDOutput`, the message of a scheduler with the outputs of one step, to a `Step`."""
+"""The messages of `HeldScheduler` to `SglangDriver`, and the translation of the new tokens of a step.
+
+SGLang's own outputs contain text and times of each request, which take longer to encode than a step of a small model.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from verl_server.backends.process.driver import NewTokens, Step
@@ -13,49 +17,78 @@ from verl_server.messages.io_struct import FinishReason, TokenizedGenerateReq
 from verl_server.messages.packed import PromptLogprobs, TokenLogprobs, pack_ids, pack_logprobs
 
 
+class Output(msgspec.Struct, array_like=True, gc=False):
+    """What one step added to a request."""
+
+    rid: str
+    """SGLang's id of the request."""
+    output_ids: list[int]
+    cached_tokens: int
+    finish_reason: dict[str, Any] | None = None
+    logprobs: list[float] = []
+    """Log-probabilities of `output_ids`, if they were requested."""
+    top_logprobs: list[list[float]] = []
+    top_ids: list[list[int]] = []
+    """Candidates of each of `output_ids`, the most likely first, if they were requested."""
+    prompt_logprobs: list[float | None] = []
+    """Log-probabilities of the prompt from `logprob_start_len`, once, if they were requested. The first is None."""
+    prompt_top_logprobs: list[list[float] | None] = []
+    prompt_top_ids: list[list[int] | None] = []
+
+
+class Outputs(msgspec.Struct, tag=True, array_like=True):
+    """The outputs of one step."""
+
+    entries: list[Output]
+
+
+class Reply(msgspec.Struct, tag=True, array_like=True):
+    """The end of a call on all ranks."""
+
+    call: str
+    data: bytes = b""
+    error: str | None = None
+
+
+MESSAGES = msgspec.msgpack.Decoder(Outputs | Reply)
+
+
 @dataclass(slots=True)
 class RunningRequest:
     req: TokenizedGenerateReq
-    cached_tokens: int = 0
-    """Number of prompt tokens that SGLang read from its prefix cache. 0 before the first output."""
-    has_output: bool = False
+    cached_tokens: int | None = None
+    """Number of prompt tokens that SGLang read from its prefix cache. None before the first output."""
 
 
-def step_of(output: Any, running: Mapping[str, RunningRequest]) -> Step:
-    """Return the new tokens of a `BatchTokenIDOutput` for the requests in `running`, which has SGLang's ids as keys."""
-    return [_new_tokens(output, i, running[rid]) for i, rid in enumerate(output.rids) if rid in running]
+def step_of(outputs: Outputs, running: Mapping[str, RunningRequest]) -> Step:
+    """Return the new tokens of the requests in `running`, which has SGLang's ids as keys. The others were aborted."""
+    return [_new_tokens(entry, running[entry.rid]) for entry in outputs.entries if entry.rid in running]
 
 
-def _new_tokens(output: Any, i: int, request: RunningRequest) -> NewTokens:
+def _new_tokens(output: Output, request: RunningRequest) -> NewTokens:
     req = request.req
-    if not request.has_output:  # after a retraction, SGLang counts its own tokens as cached
-        request.has_output, request.cached_tokens = True, output.cached_tokens[i]
-    new = NewTokens(req.rid, list(output.output_ids[i]), [], None, request.cached_tokens)
-    if req.return_logprob and new.output_ids:
-        new.logprobs = output.output_token_logprobs_val[i]
-        if top := req.top_logprobs_num:
-            values, ids = output.output_top_logprobs_val[i], output.output_top_logprobs_idx[i]
-            new.top_logprobs = TokenLogprobs.rows(np.array(values)[:, :top], np.array(ids)[:, :top])
-    if req.logprob_start_len >= 0 and output.input_token_logprobs_val[i]:
-        new.prompt_logprobs = _prompt(req, output, i)
-    if output.finished_reasons[i] is not None:
-        new.finish_reason = _finish_reason(output.finished_reasons[i])
+    if request.cached_tokens is None:  # after a retraction, SGLang counts its own tokens as cached
+        request.cached_tokens = output.cached_tokens
+    new = NewTokens(req.rid, output.output_ids, output.logprobs, None, request.cached_tokens)
+    if output.top_ids:
+        new.top_logprobs = TokenLogprobs.rows(np.array(output.top_logprobs), np.array(output.top_ids))
+    if output.prompt_logprobs:
+        new.prompt_logprobs = _prompt(req, output)
+    if output.finish_reason is not None:
+        new.finish_reason = _finish_reason(output.finish_reason)
     if not req.sampling.max_new_tokens:
         new.output_ids, new.logprobs, new.top_logprobs = [], [], None
     return new
 
 
-def _prompt(req: TokenizedGenerateReq, output: Any, i: int) -> PromptLogprobs:
-    """Read the log-probabilities of the prompt from `logprob_start_len`. The entry of the first token is None."""
-    values, top = output.input_token_logprobs_val[i], None
-    if num := req.top_logprobs_num:
-        rows = zip(output.input_top_logprobs_val[i], output.input_top_logprobs_idx[i], strict=True)
-        top = [None if not row else TokenLogprobs.of(row[:num], ids[:num]) for row, ids in rows]
+def _prompt(req: TokenizedGenerateReq, output: Output) -> PromptLogprobs:
+    logprobs: Any = output.prompt_logprobs[1:]
+    rows = zip(output.prompt_top_logprobs, output.prompt_top_ids, strict=True)
     return PromptLogprobs(
         packed_ids=pack_ids(req.input_ids[req.logprob_start_len :]),
-        packed_logprobs=pack_logprobs(values[1:]),
-        packed_ranks=pack_ids([0] * (len(values) - 1)),
-        top=top,
+        packed_logprobs=pack_logprobs(logprobs),
+        packed_ranks=pack_ids([0] * len(logprobs)),
+        top=[TokenLogprobs.of(row, ids) if row and ids else None for row, ids in rows] or None,
     )
 
 

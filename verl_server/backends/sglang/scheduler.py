@@ -10,15 +10,13 @@ processed after the pause, and its tokens would be labelled with the weights of 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.managers.io_struct import (
-    PauseGenerationReqInput,
-    RpcReqInput,
-    RpcReqOutput,
-)
+from sglang.srt.managers.io_struct import PauseGenerationReqInput, RpcReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
 
@@ -27,7 +25,9 @@ from verl_server.backends.process.served_model import ServedModel
 from verl_server.backends.process.worker_commands import WorkerCommands
 from verl_server.backends.process.worker_logging import log_in_worker
 from verl_server.backends.sglang.live_model import SglangModel
+from verl_server.backends.sglang.outputs import Reply
 from verl_server.backends.sglang.sleep import SleepingMemory
+from verl_server.backends.sglang.step_streamer import StepStreamer
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
 
@@ -36,6 +36,8 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]
     _hold: str | None = None
     """Id of the call `hold` that waits for the running step, None if there is none."""
     _commands: WorkerCommands
+    _streamer: StepStreamer
+    ipc_channels: Any
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -55,15 +57,15 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]
             case other:
                 raise AssertionError(other)
 
-    def _reply(self, call: str, run: Any) -> None:
+    def _reply(self, call: str, run: Callable[[], bytes | None]) -> None:
         """Run a command on this rank. Reply with its bytes, or with the message of its error."""
         try:
             with torch.no_grad():
-                output = RpcReqOutput(rid=call, success=True, message=(run() or b"").decode("latin-1"))
+                reply = Reply(call, run() or b"")
         except Exception as error:  # SGLang would end all processes
             logging.getLogger(__name__).exception("A command of verl-server failed.")
-            output = RpcReqOutput(rid=call, success=False, message=f"{type(error).__name__}: {error}")
-        self.ipc_channels.send_to_detokenizer.send_output(output)
+            reply = Reply(call, error=f"{type(error).__name__}: {error}")
+        self._streamer.send(reply)
 
     def _start(self, server_args: str) -> None:
         args = ServerArgs.from_json(server_args)
@@ -111,6 +113,14 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]
         self.token_to_kv_pool_allocator.clear()
 
     # -- start ---------------------------------------------------------------------------------------------------
+
+    def init_ipc_channels(self, port_args: Any) -> None:
+        super().init_ipc_channels(port_args)
+        self._streamer = StepStreamer(self.ipc_channels.send_to_detokenizer.socket)
+        self.ipc_channels = dataclasses.replace(self.ipc_channels, send_to_tokenizer=self._streamer)
+
+    def init_output_streamer(self) -> None:
+        self.output_streamer = self._streamer
 
     def get_init_info(self) -> dict[str, Any]:
         """Return what `SglangDriver` reports as `EngineInfo`."""
