@@ -100,11 +100,11 @@ def test_log_probabilities_have_the_temperature(served: Served) -> None:
 
 
 def test_a_reply_says_which_log_probabilities_it_has(served: Served) -> None:
-    """vLLM's are those after the filters, the embedded engine's those before."""
+    """vLLM's are those after the filters, those of the other engines are those before."""
     params = {"temperature": 0.8, "top_k": 3, "sampling_seed": 3}
     reply = served.generate(tokens=6, sampling_params=params)
     mode = reply["meta_info"]["logprobs_mode"]
-    assert mode == ("default" if served.engine == "embedded" else "sampling")
+    assert mode == ("sampling" if served.engine == "vllm" else "default")
     rows = (served.logits(PROMPT + reply["output_ids"]) / 0.8)[len(PROMPT) - 1 : -1]
     for (found, token, _), row in zip(reply["meta_info"]["output_token_logprobs"], rows, strict=True):
         allowed = row if mode == "default" else row.topk(3).values
