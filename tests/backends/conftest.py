@@ -1,7 +1,7 @@
 """Engines of the contract suite: the embedded one, and each engine that is installed beside this package.
 
-`make test` runs the suite with the embedded engine, `make test-backends` with vLLM in an environment of its own. An
-engine starts once for each model, because vLLM takes half a minute.
+`make test` runs the suite with the embedded engine, `make test-vllm` and `make test-sglang` with other engines in
+environments of their own. An engine starts once for each model, because vLLM takes half a minute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from verl_server.models.tiny import make_model_folder
 # there, and under some kernels (seen with Linux 6.18) no other process or thread on that core runs meanwhile.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-INSTALLED = ["embedded", *(name for name in ENGINES if importlib.util.find_spec(name))]
+OTHERS = [name for name in ENGINES if name != "embedded" and importlib.util.find_spec(name)]
+"""Engines of other projects that are installed."""
+INSTALLED = ["embedded", *OTHERS]
 UNREAD = "model.layers.0.self_attn.rotary_emb.inv_freq"
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"arch": "qwen3", "head_dim": 32, "max_position_embeddings": 8192},
@@ -43,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
-    """Two checkpoints of each model. Those of the model with experts also have a tensor that vLLM does not read."""
+    """Two checkpoints of each model. Those of the model with experts also have a tensor that no engine reads."""
     found = {
         name: [make_model_folder(tmp_path_factory.mktemp(name), seed=seed, **shape) for seed in (0, 9)]
         for name, shape in MODELS.items()
@@ -61,7 +63,7 @@ def served(request: pytest.FixtureRequest, folders: dict[str, list[Path]]) -> It
 
 @pytest.fixture(
     scope="session",
-    params=[(engine, "qwen3_moe") for engine in INSTALLED if engine != "embedded"],
+    params=[(engine, "qwen3_moe") for engine in OTHERS],
     ids=lambda param: "-".join(param),
 )
 def served_experts(request: pytest.FixtureRequest, folders: dict[str, list[Path]]) -> Iterator[Served]:

@@ -34,6 +34,26 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Settings of each engine. vLLM's cache takes whole GiB on a CPU."""
 TOLERANCE = {"embedded": 1e-4, "vllm": 1e-3, "sglang": 1e-3}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "allowed_token_ids": {"sampling_params": {"allowed_token_ids": [50, 51]}},
+    "bad_words": {"sampling_params": {"bad_words": ["a"]}},
+    "ignore_eos with a grammar": {"sampling_params": {"regex": "a+", "ignore_eos": True}},
+    "return_sampling_mask": {"return_sampling_mask": True, "sampling_params": {"temperature": 1.0, "top_k": 5}},
+    "token_ids_logprob": {"token_ids_logprob": [5]},
+    "logprobs_mode='raw'": {"sampling_params": {"logprobs_mode": "raw"}},
+    "logprobs_mode='sampling'": {"sampling_params": {"logprobs_mode": "sampling", "temperature": 1.0}},
+    "logprobs_mode='sampling' at temperature 0": {"sampling_params": {"logprobs_mode": "sampling"}},
+}
+"""Requests that some engine refuses, by the name in its error."""
+_EVERY_OTHER = {"ignore_eos with a grammar", "return_sampling_mask", "token_ids_logprob", "logprobs_mode='raw'"}
+REFUSED: dict[str, set[str]] = {
+    "embedded": set(),
+    "vllm": _EVERY_OTHER | {"logprobs_mode='sampling' at temperature 0"},
+    "sglang": _EVERY_OTHER | {"allowed_token_ids", "bad_words", "logprobs_mode='sampling'"},
+}
+"""Names in `REQUESTS` of what an engine refuses."""
+PACKS_WEIGHTS = {"vllm"}
+"""Engines whose linear layers have a layout of their own on a CPU, so that no part of one is read or written."""
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 PROMPT = random_prompt(40, seed=1)
 RUNNING = 3500

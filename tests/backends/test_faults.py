@@ -1,33 +1,38 @@
-"""An engine that cannot start, or dies: a clear error within bounds, and no process is left. Run with vLLM."""
+"""An engine that cannot start, or dies: a clear error within bounds, and no process is left. Run with engines of other projects."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests import fork_server
+from tests.backends.conftest import OTHERS
 from tests.backends.served import ENGINES, PROMPT, Served
 from tests.waiting import eventually
 from verl_server import HttpServerEngineAdapter, ServerDiedError, ServerUnavailableError, VerlServerError, errors
 from verl_server.errors import ServerLaunchError
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+PROCESSES = {
+    "vllm": ["VLLM::Worker", "VLLM::EngineCore", "backends.vllm.main"],
+    "sglang": ["sglang::scheduler", "backends.sglang.main"],
+}
+"""Parts of the names of an engine's processes. The first one computes."""
+REFUSED_ARGUMENTS = {"vllm": {"worker_cls": "mine"}, "sglang": {"pp_size": 2}}
 
 
-@pytest.fixture
-def vllm(folders: dict[str, list[Path]]) -> Iterator[Served]:
+@pytest.fixture(params=OTHERS)
+def mortal(request: pytest.FixtureRequest, folders: dict[str, list[Path]]) -> Iterator[Served]:
     """A server of one test, which may kill it."""
     with fork_server.real_processes():
-        adapter = HttpServerEngineAdapter(model_path=str(folders["qwen3"][0]), **ENGINES["vllm"])
+        adapter = HttpServerEngineAdapter(model_path=str(folders["qwen3"][0]), **ENGINES[request.param])
     try:
-        yield Served(adapter, "vllm", folders["qwen3"])
+        yield Served(adapter, request.param, folders["qwen3"])
     finally:
         adapter.shutdown()
 
@@ -58,78 +63,72 @@ def named(pids: dict[int, str], part: str) -> int:
     return pid
 
 
-@pytest.mark.parametrize("part", ["VLLM::Worker", "VLLM::EngineCore", "backends.vllm.main"])
-def test_the_death_of_a_process_ends_running_requests(vllm: Served, part: str) -> None:
-    server = vllm.adapter.pid
+@pytest.mark.parametrize(
+    ("mortal", "part"), [(engine, part) for engine in OTHERS for part in PROCESSES[engine]], indirect=["mortal"]
+)
+def test_the_death_of_a_process_ends_running_requests(mortal: Served, part: str) -> None:
+    server = mortal.adapter.pid
     assert server is not None
     pids = descendants(server)
     with ThreadPoolExecutor(1) as pool:
-        running = vllm.begin(pool, tokens=3000)
+        running = mortal.begin(pool, tokens=3000)
         killed = time.monotonic()
         os.kill(named(pids, part), signal.SIGKILL)
         with pytest.raises(VerlServerError) as raised:
             running.result(60)
     assert time.monotonic() - killed < 20  # 5 s on a machine that has nothing else to do
     assert isinstance(raised.value, (ServerDiedError, ServerUnavailableError)), raised.value
-    assert "vllm ended with" in str(raised.value)
+    assert f"{mortal.engine} ended with" in str(raised.value)
     assert eventually(lambda: not alive(pids), 20), alive(pids)
 
 
-def test_a_death_in_the_middle_of_a_push(vllm: Served) -> None:
-    server = vllm.adapter.pid
+def test_a_death_in_the_middle_of_a_push(mortal: Served) -> None:
+    server = mortal.adapter.pid
     assert server is not None
     pids = descendants(server)
 
     def push_for_ever() -> None:
         while True:
-            vllm.push(1)
+            mortal.push(1)
 
     with ThreadPoolExecutor(1) as pool:
         pushing = pool.submit(push_for_ever)
-        assert eventually(lambda: len(vllm._judge.versions) > 5, 60)
-        os.kill(named(pids, "VLLM::Worker"), signal.SIGKILL)
+        assert eventually(lambda: len(mortal._judge.versions) > 5, 60)
+        os.kill(named(pids, PROCESSES[mortal.engine][0]), signal.SIGKILL)
         with pytest.raises(errors.VerlServerError):
             pushing.result(60)
     assert eventually(lambda: not alive(pids), 20), alive(pids)
 
 
-def test_nothing_outlives_the_server(vllm: Served) -> None:
-    server = vllm.adapter.pid
+def test_nothing_outlives_the_server(mortal: Served) -> None:
+    server = mortal.adapter.pid
     assert server is not None
     pids = descendants(server)
     os.kill(server, signal.SIGKILL)
     assert eventually(lambda: not alive(pids), 20), alive(pids)
     with pytest.raises(ServerDiedError):
-        vllm.generate(PROMPT, tokens=2)
+        mortal.generate(PROMPT, tokens=2)
 
 
-def _replace(text: str) -> Callable[[str], str]:
-    return lambda config: config.replace("Qwen3ForCausalLM", text).replace('"qwen3"', '"nothing"')
-
-
-@pytest.mark.parametrize(
-    ("engine_args", "edit", "words"),
-    [
-        ({"no_such_option": 1}, None, "no_such_option"),
-        ({"worker_cls": "mine"}, None, "worker_cls"),
-        ({}, _replace("NothingForCausalLM"), "nothing"),
-    ],
-    ids=["unknown argument", "refused argument", "unknown model"],
-)
-def test_an_engine_that_cannot_start(
-    tmp_path: Path,
-    folders: dict[str, list[Path]],
-    engine_args: dict[str, object],
-    edit: Callable[[str], str],
-    words: str,
-) -> None:
+@pytest.mark.parametrize("fault", ["unknown argument", "refused argument", "unknown model"])
+@pytest.mark.parametrize("engine", OTHERS)
+def test_an_engine_that_cannot_start(tmp_path: Path, folders: dict[str, list[Path]], engine: str, fault: str) -> None:
     for file in folders["qwen3"][0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    if edit is not None:
-        config = tmp_path / "config.json"
-        config.write_text(edit(config.read_text()))
+    engine_args: dict[str, object] = {}
+    match fault:
+        case "unknown argument":
+            engine_args, words = {"no_such_option": 1}, "no_such_option"
+        case "refused argument":
+            engine_args = REFUSED_ARGUMENTS[engine]
+            (words,) = engine_args
+        case _:
+            config, words = tmp_path / "config.json", "nothing"
+            text = config.read_text().replace("Qwen3ForCausalLM", "NothingForCausalLM")
+            config.write_text(text.replace('"qwen3"', '"nothing"'))
     before = descendants(os.getpid())
-    settings = ENGINES["vllm"] | {"engine_args": {"enforce_eager": True} | engine_args}
+    settings = dict(ENGINES[engine])
+    settings["engine_args"] = settings.get("engine_args", {}) | engine_args
     with fork_server.real_processes(), pytest.raises((ServerLaunchError, errors.BadRequestError), match=words):
         HttpServerEngineAdapter(model_path=str(tmp_path), **settings)
     left = {pid: name for pid, name in descendants(os.getpid()).items() if pid not in before}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backends.served import LONG_PROMPT, PROMPT, RUNNING, Served
+from tests.backends.served import LONG_PROMPT, PROMPT, REFUSED, REQUESTS, RUNNING, Served
 from tests.waiting import eventually
 from verl_server import BadRequestError
 
@@ -134,8 +134,12 @@ def test_filters_that_leave_one_token(served: Served, params: dict[str, Any]) ->
     )
 
 
-def test_bias_and_allowed_tokens(served: Served) -> None:
+def test_bias(served: Served) -> None:
     assert served.generate(tokens=4, sampling_params={"logit_bias": {"77": 100.0}})["output_ids"] == [77] * 4
+
+
+def test_allowed_tokens(served: Served) -> None:
+    _skip_if_refused(served, "allowed_token_ids")
     allowed = served.generate(tokens=6, sampling_params={"temperature": 1.0, "allowed_token_ids": [50, 51]})
     assert set(allowed["output_ids"]) <= {50, 51}
 
@@ -206,6 +210,7 @@ def test_outputs_follow_a_grammar(served: Served, field: str, grammar: str, patt
 
 
 def test_bad_words_are_not_sampled(served: Served) -> None:
+    _skip_if_refused(served, "bad_words")
     text = served.generate(tokens=16)["text"]
     word = next(letter for letter in text if letter.isascii() and letter.isprintable() and letter != " ")
     kept = served.generate(tokens=16, sampling_params={"bad_words": [word]})
@@ -217,12 +222,18 @@ def test_what_the_engine_cannot_do_is_refused_by_name(served: Served) -> None:
         served.generate(LONG_PROMPT, tokens=100_000)
     with pytest.raises(BadRequestError, match="vocabulary"):
         served.generate([5, 320])
-    if served.engine == "vllm":
-        refused = served.adapter.get_server_info()["scheduler_info"]["unsupported"]
-        assert "return_sampling_mask" in refused and "token_ids_logprob" in refused
-        with pytest.raises(BadRequestError, match="return_sampling_mask"):
-            served.generate(return_sampling_mask=True, sampling_params={"temperature": 1.0, "top_k": 5})
+    if served.engine != "embedded":
+        named = served.adapter.get_server_info()["scheduler_info"]["unsupported"]
+        assert REFUSED[served.engine] == REQUESTS.keys() & set(named)
+    for name in REFUSED[served.engine]:
+        with pytest.raises(BadRequestError, match=re.escape(f"does not support {name}")):
+            served.generate(**REQUESTS[name])
     assert len(served.generate(tokens=3)["output_ids"]) == 3
+
+
+def _skip_if_refused(served: Served, name: str) -> None:
+    if name in REFUSED[served.engine]:
+        pytest.skip(f"{served.engine} refuses {name}: test_what_the_engine_cannot_do_is_refused_by_name")
 
 
 def _running(served: Served) -> int:
