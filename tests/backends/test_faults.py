@@ -1,4 +1,4 @@
-"""An engine that cannot start, or dies: a clear error within bounds, and no process is left. Run with engines of other projects."""
+"""An engine that cannot start, or dies: a clear error within bounds, and no process is left. For the other engines."""
 
 from __future__ import annotations
 
