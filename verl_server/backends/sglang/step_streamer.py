@@ -53,12 +53,12 @@ def _output(req: Any) -> Output:
 
 
 def _add_logprobs(new: Output, req: Any, start: int, end: int) -> None:
-    own = req.logprob
-    if req.logprob_start_len >= 0 and not req.input_logprob_sent and own.input_token_logprobs_val is not None:
+    own, has_top = req.logprob, req.logprob.top_logprobs_num > 0
+    if own.input_token_logprobs_val and not req.input_logprob_sent:
         req.input_logprob_sent = True
         new.prompt_logprobs = own.input_token_logprobs_val
-        if req.top_logprobs_num:
+        if has_top:
             new.prompt_top_logprobs, new.prompt_top_ids = own.input_top_logprobs_val, own.input_top_logprobs_idx
     new.logprobs = own.output_token_logprobs_val[start:end]
-    if req.top_logprobs_num:
+    if has_top:
         new.top_logprobs, new.top_ids = own.output_top_logprobs_val[start:end], own.output_top_logprobs_idx[start:end]
