@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
-import os
-import socket
-import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,72 +15,35 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.parity.harness import random_prompt
+from tests.backends.launched import GREEDY, PROMPT, check, launched
 from tests.waiting import eventually
 from verl_server import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
-PROMPT = random_prompt(40, seed=1)
-GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 8}
 START_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
 def vllm(folders: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServerEngineAdapter]:
     """An adapter that is attached to a vLLM server, which serves the first checkpoint."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     options = "--dtype float32 --max-model-len 4096 --logprobs-mode processed_logprobs --enforce-eager"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folders["qwen3"][0])]
-    environment = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with log.open("wb") as out:
-        server = subprocess.Popen(
-            [*command, "--port", str(port), *options.split(), "--enable-prompt-tokens-details"],
-            env=environment,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        ready = eventually(lambda: server.poll() is not None or _answers(f"{url}/health"), START_SECONDS)
-        assert ready and server.poll() is None, log.read_text()[-4000:]
-        with HttpServerEngineAdapter.attach(url) as adapter:
-            yield adapter
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return bool(urllib.request.urlopen(url, timeout=5).status == 200)
-    except OSError:
-        return False
+    command += [*options.split(), "--enable-prompt-tokens-details"]
+    with (
+        launched(command, environment, log, "/health", START_SECONDS) as server,
+        HttpServerEngineAdapter.attach(server.url) as adapter,
+    ):
+        yield adapter
 
 
 @pytest.fixture(scope="module")
 def models(folders: dict[str, list[Path]]) -> list[Any]:
     auto: Any = AutoModelForCausalLM
     return [auto.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders["qwen3"]]
-
-
-@torch.inference_mode()
-def check(model: Any, prompt: list[int], result: Any) -> None:
-    """Assert that the tokens are transformers' greedy ones, with its log-probabilities."""
-    ids = result["output_ids"]
-    rows = model(torch.tensor([prompt + ids])).logits[0].float().log_softmax(-1)
-    for position, (value, token, _) in enumerate(result["meta_info"]["output_token_logprobs"], len(prompt) - 1):
-        assert token == int(rows[position].argmax())
-        assert abs(value - float(rows[position, token])) < 1e-3
-    assert len(result["meta_info"]["output_token_logprobs"]) == len(ids) == GREEDY["max_new_tokens"]
 
 
 def test_the_server_is_recognized(vllm: HttpServerEngineAdapter) -> None:

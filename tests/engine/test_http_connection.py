@@ -162,7 +162,8 @@ def test_line_breaks_cannot_make_headers(server: Server, connections: HttpConnec
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, "hi", True),
         (b"HTTP/1.1 204 No Content\r\n\r\n", "", True),
         (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi", "hi", False),
-        (b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\nX-Kind: a\r\nx-kind: b\r\n\r\n", "", True),
+        (b"HTTP/1.1 400 Oh\r\nContent-Length: 0\r\nX-Kind: a\r\nx-kind: b\r\n\r\n", "", True),
+        (b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\n\r\n", "", False),
     ],
 )
 def test_answers_of_every_form_are_read(

@@ -90,6 +90,7 @@ class HttpConnections:
         try:
             self._send(connection, method, path, body, headers, timeout)
             answer, keep = _read_plain(connection) or _read_any(connection, method)
+            keep = keep and answer.status_code < 500  # uvicorn closes the connection after an exception, unannounced
         finally:
             self._give_back(connection, keep)
         return answer

@@ -15,10 +15,11 @@ from tests.engine.attached.conftest import Start
 from verl_server import HttpServerEngineAdapter
 from verl_server.engine import http
 from verl_server.engine.attached.sglang_server import SglangServer
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.models.tiny import make_model_folder
 from verl_server.weight_version import WeightVersion
 
+PAUSES: Any = {path: (200, {}) for path in ("/pause_generation", "/continue_generation", "/flush_cache")}
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
@@ -99,10 +100,11 @@ def test_a_failed_update_in_place_stays_paused(start: Start) -> None:
         {
             "/server_info": (200, {"version": "0.5.16", "internal_states": [{}]}),
             "/pause_generation": (200, {}),
+            "/flush_cache": (400, {}),
             "/update_weights_from_disk": (400, {"success": False, "message": "no such folder"}),
         }
     )
-    update = ["/begin_weight_update", "/update_weights_from_disk"]
+    update = ["/flush_cache?timeout=0.0", "/begin_weight_update", "/update_weights_from_disk"]
     with HttpServerEngineAdapter.attach(server.url) as adapter:
         with pytest.raises(VerlServerError, match="no such folder"):
             adapter.update_weights_from_disk("/nowhere", mode="in_place")
@@ -113,9 +115,42 @@ def test_a_failed_update_in_place_stays_paused(start: Start) -> None:
     assert server.called == ["/pause_generation", *update, *update, "/continue_generation"]
 
 
+@pytest.mark.parametrize("paused_by_caller", [False, True])
+def test_an_update_never_empties_the_cache_of_held_requests(start: Start, paused_by_caller: bool) -> None:
+    """A genuine server would end. With "retract" the requests would read pages of the old weights."""
+    server = start(
+        {
+            "/server_info": (200, {"version": "0.5.16", "internal_states": [{}]}),
+            "/pause_generation": (200, {}),
+            "/continue_generation": (200, {}),
+            "/flush_cache": (400, {}),
+            "/update_weights_from_disk": (200, {"success": True, "message": "ok"}),
+        }
+    )
+    with HttpServerEngineAdapter.attach(server.url) as adapter:
+        for mode in ("retract", "in_place"):
+            server.posted.clear()
+            if paused_by_caller:
+                adapter.pause_generation(mode)
+            if mode == "retract":
+                with pytest.raises(WeightUpdateError, match="cannot empty its prefix cache"):
+                    adapter.update_weights_from_disk("/folder", mode=mode)
+                assert server.called[-1] == ("/flush_cache?timeout=0.0" if paused_by_caller else "/continue_generation")
+                adapter.update_weights_from_disk("/folder", mode=mode, flush_cache=False)
+            else:
+                adapter.update_weights_from_disk("/folder", mode=mode)
+            (update,) = [body for path, body in server.posted if path == "/update_weights_from_disk"]
+            assert update["flush_cache"] is False
+            assert (server.called[-1] == "/continue_generation") is not paused_by_caller
+            adapter.continue_generation()
+        assert not adapter.flush_cache()
+        with pytest.raises(BadRequestError, match='no pause "wait"'):
+            adapter.pause_generation("wait")
+
+
 def test_an_update_without_a_label_gets_a_new_one(start: Start) -> None:
     """SGLang would keep the label of the weights before. The next adapter must not count the same labels again."""
-    answers: Any = {
+    answers: Any = PAUSES | {
         "/server_info": (200, {"version": "0.5.16", "internal_states": [{}]}),
         "/update_weights_from_disk": (200, {"success": True, "message": "ok"}),
     }
@@ -150,7 +185,8 @@ def test_each_rank_gets_an_entry_and_newer_servers_a_transaction(
 ) -> None:
     """The adapter says once that it does not know which parameters a push lacks."""
     server = start(
-        {
+        PAUSES
+        | {
             "/server_info": (200, {"version": "0.5.23", "tp_size": 2, "internal_states": [{}]}),
             "/begin_weight_update": (200, {}),
             "/update_weights_from_tensor": (200, {"success": True, "message": "ok"}),
@@ -166,7 +202,21 @@ def test_each_rank_gets_an_entry_and_newer_servers_a_transaction(
             adapter.update_weights_from_tensor([("a", torch.zeros(2))], weight_version="v")
     (record,) = caplog.records
     assert "SGLang 0.5.23" in record.message and "nothing checks that pushes to it are whole" in record.message
-    assert server.called == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
-    body = server.posted[1][1]
+    update = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    paused = ["/pause_generation", "/flush_cache?timeout=0.0", "/flush_cache?timeout=0.0"]
+    assert server.called[0].startswith("/flush_cache?timeout="), "it waits for an idle server"
+    assert server.called[1:] == [*paused, *update, "/continue_generation"]
+    body = server.posted[5][1]
     assert len(body["serialized_named_tensors"]) == 2
-    assert body["weight_version"] == "v" and not body["abort_all_requests"]
+    assert body["weight_version"] == "v" and body["flush_cache"] is False
+
+
+def test_an_update_that_waits_is_refused_by_a_server_that_stays_busy(start: Start) -> None:
+    server = start({"/server_info": (200, {"version": "0.5.16", "internal_states": [{}]}), "/flush_cache": (400, {})})
+    with HttpServerEngineAdapter.attach(server.url) as adapter:
+        with pytest.raises(WeightUpdateError, match="was not idle within"):
+            adapter.update_weights_from_disk("/folder")
+        assert [path.partition("?")[0] for path in server.called] == ["/flush_cache"]
+        server.answers["/update_weights_from_disk"] = (200, {"success": True, "message": "ok"})
+        adapter.update_weights_from_disk("/folder", flush_cache=False)
+        assert server.called[1:] == ["/begin_weight_update", "/update_weights_from_disk"]

@@ -20,6 +20,9 @@ from torch.multiprocessing import get_sharing_strategy, reductions
 
 from verl_server.errors import BadRequestError
 
+_PROTOCOL = 3
+"""Has the names of functions as lines, and bytes as bytes. Protocol 2 writes bytes as a call of `_codecs.encode`. A
+genuine SGLang server does not permit this function, and ends."""
 _DEVICE = 6
 """Index of the device among the arguments of torch's `rebuild_cuda_tensor`."""
 _TORCH_REBUILD = b"ctorch.multiprocessing.reductions\nrebuild_cuda_tensor\n"
@@ -64,7 +67,7 @@ def sglang_payload(tensors: Sequence[tuple[str, Tensor]]) -> str:
             "torch.multiprocessing.set_sharing_strategy('file_system') first, or push CUDA tensors."
         )
     buffer = io.BytesIO()
-    _SglangPickler(buffer, 2).dump(list(tensors))  # protocol 2 has the names of functions as lines
+    _SglangPickler(buffer, _PROTOCOL).dump(list(tensors))
     return base64.b64encode(buffer.getvalue().replace(_TORCH_REBUILD, _SGLANG_REBUILD)).decode()
 
 

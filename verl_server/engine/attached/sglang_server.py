@@ -1,12 +1,16 @@
 """`SglangServer`: a genuine SGLang server that somebody else launched.
 
 Its `/generate` and most of its control routes have the same names and fields as the routes of this project. Weights are
-pushed as SGLang's pickled handles. `mode` is translated into pauses of SGLang. Source of the wire: SGLang 0.5.16 and
-0.5.23.
+pushed as SGLang's pickled handles. `mode` is translated into pauses of SGLang. Source of the wire: SGLang 0.5.16, which
+was run (`tests/backends/recordings`), and 0.5.23.
+
+A genuine server ends if an update is to empty its prefix cache while its scheduler holds a request, be it one that has
+just finished. So the cache is emptied before the update, by a call that the server can refuse, in a pause.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +27,7 @@ from verl_server.messages.io_struct import (
     ControlReq,
     FlushCacheReq,
     PauseGenerationReq,
+    PauseMode,
 )
 from verl_server.messages.results import ModelInfo, ServerInfo
 from verl_server.messages.weight_requests import (
@@ -67,6 +72,8 @@ _UPDATE_FIELDS = {
     "group_name",
 }
 """Fields of updates that SGLang has, too."""
+_DRAIN_SECONDS = 10.0
+"""Seconds to wait until aborted requests have left SGLang's scheduler."""
 
 
 class SglangServer:
@@ -77,8 +84,8 @@ class SglangServer:
         self.generation = transport
         self._ranks = int(info.get("tp_size") or 1)
         self._own_versions = OwnVersions()
-        self._is_paused = False
-        """True if a caller has paused generation."""
+        self._pause: PauseMode | None = None
+        """Mode of the pause, by a caller or for an update that failed. None if this object knows of no pause."""
         self._is_torn = False
         """True if an update failed for which this object had paused generation. Generation is then still paused."""
 
@@ -93,12 +100,15 @@ class SglangServer:
             )
         if not isinstance(req, _SAME):
             raise BadRequestError(f"{self.name} at {self._url} does not offer what {req.route} does.")
-        path = req.route
         if isinstance(req, FlushCacheReq):
-            path = f"{path}?timeout={req.timeout}"
-        reply = self._post(path, _given(req), timeout)
-        if reply.success and isinstance(req, PauseGenerationReq | ContinueGenerationReq):
-            self._is_paused, self._is_torn = isinstance(req, PauseGenerationReq), False
+            return ControlReply(id=0, success=self._flush(req.timeout, timeout), status_code=400)
+        if isinstance(req, PauseGenerationReq):
+            self._begin_pause(req.mode, timeout)
+            self._is_torn = False
+            return ControlReply(id=0, success=True)
+        reply = self._post(req.route, _given(req), timeout)
+        if reply.success and isinstance(req, ContinueGenerationReq):
+            self._pause, self._is_torn = None, False
         return reply
 
     def push(self, tensors: NamedTensors, req: UpdateWeightsFromTensorReq, timeout: float) -> ControlReply:
@@ -130,27 +140,75 @@ class SglangServer:
     def _update(self, req: UpdateReq, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
         """Send an update during the pause that `mode` requires.
 
-        SGLang itself waits for running requests, or aborts them.
+        With `flush_cache`, refuse it if requests would read pages of the old weights.
         """
         refuse_options(req, self.name)
         self._own_versions.note(req.weight_version or "")
         # SGLang keeps the label of the old weights if an update has none.
         fields["weight_version"] = req.weight_version or self._own_versions.next_label()
+        fields["flush_cache"] = False
         mode = "abort" if req.abort_all_requests else req.mode
-        if self._is_paused or (mode in ("wait", "abort") and not self._is_torn):
-            fields["abort_all_requests"] = mode == "abort"
-            return self._in_transaction(path, fields, timeout)
-        if not self._is_torn:
-            self._checked(self._post(PauseGenerationReq.route, {"mode": mode}, timeout))
-        self._is_torn = True
-        fields["flush_cache"] = mode != "in_place"
+        ends_pause = self._pause is None or self._is_torn
+        if self._pause is None and mode == "wait":
+            if not req.flush_cache:
+                return self._in_transaction(path, fields, timeout)  # SGLang itself waits for running requests
+            if not self._pause_when_idle(timeout):
+                return self._refusal(f"{self.name} was not idle within {timeout / 2:g} s.")
+        elif self._pause is None:
+            self._begin_pause(mode, timeout)
+        if req.flush_cache and not self._empty_cache(timeout) and self._pause != "in_place":
+            if ends_pause and not self._is_torn:
+                self._end_pause(timeout)
+            return self._refusal(f"{self.name} cannot empty its prefix cache while it holds requests.")
+        self._is_torn = ends_pause
         reply = self._in_transaction(path, fields, timeout)
         if not reply.success:
             message = f"{reply.message} Generation stays paused until continue_generation, or an update that succeeds."
             return ControlReply(id=0, success=False, message=message, status_code=reply.status_code)
-        self._checked(self._post(ContinueGenerationReq.route, {}, timeout))
-        self._is_torn = False
+        if ends_pause:
+            self._end_pause(timeout)
         return reply
+
+    def _pause_when_idle(self, timeout: float) -> bool:
+        """Pause in place while no request runs. Return False if one runs for `timeout` / 2 seconds.
+
+        SGLang does not hold new requests meanwhile, so a server that is always busy is never idle.
+        """
+        deadline = time.monotonic() + timeout / 2
+        while (left := deadline - time.monotonic()) > 0 and self._flush(left, timeout):
+            self._begin_pause("in_place", timeout)
+            if self._flush(0.0, timeout):
+                return True
+            self._end_pause(timeout)  # a request came in between
+        return False
+
+    def _empty_cache(self, timeout: float) -> bool:
+        # After a pause with "abort", the scheduler still runs, and drops the last of its requests.
+        return self._flush(_DRAIN_SECONDS if self._pause == "abort" else 0.0, timeout)
+
+    def _begin_pause(self, mode: PauseMode, timeout: float) -> None:
+        if mode == "wait":
+            raise BadRequestError(f'{self.name} has no pause "wait": use "in_place", "retract" or "abort".')
+        self._checked(self._post(PauseGenerationReq.route, {"mode": mode}, timeout))
+        self._pause = mode
+
+    def _end_pause(self, timeout: float) -> None:
+        self._checked(self._post(ContinueGenerationReq.route, {}, timeout))
+        self._pause, self._is_torn = None, False
+
+    def _flush(self, patience: float, timeout: float) -> bool:
+        """Empty the prefix cache. Return False if requests still run or are held after `patience` seconds."""
+        answer = self._transport.post(f"{FlushCacheReq.route}?timeout={patience}", {}, timeout)
+        if answer.status_code != 400:
+            raise_for(answer)
+        return answer.status_code == 200
+
+    def _refusal(self, reason: str) -> ControlReply:
+        message = (
+            f"{reason} Requests would continue with pages of the old weights, so no weights were written. Use "
+            'mode="abort", or accept these pages: mode="in_place", or flush_cache=False.'
+        )
+        return ControlReply(id=0, success=False, message=message, status_code=400)
 
     def _in_transaction(self, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
         """Send an update between the two calls that SGLang requires since 0.5.2x. Older versions lack these calls."""
