@@ -106,7 +106,7 @@ def test_a_failed_update_in_place_stays_paused(start: Start) -> None:
     )
     update = ["/flush_cache?timeout=0.0", "/begin_weight_update", "/update_weights_from_disk"]
     with HttpServerEngineAdapter.attach(server.url) as adapter:
-        with pytest.raises(VerlServerError, match="no such folder"):
+        with pytest.raises(VerlServerError, match="no such folder Generation stays paused"):
             adapter.update_weights_from_disk("/nowhere", mode="in_place")
         assert server.called == ["/pause_generation", *update]
         server.answers["/update_weights_from_disk"] = (200, {"success": True, "message": "ok"})

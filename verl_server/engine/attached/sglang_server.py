@@ -220,10 +220,12 @@ class SglangServer:
                 self._checked(self._post("/end_weight_update", {}, timeout))
 
     def _post(self, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
-        reply = control_reply(self._transport.post(path, fields, timeout))
-        if isinstance(reply.payload, dict) and reply.payload.get("success") is False:
-            return ControlReply(id=0, success=False, message=reply.message, status_code=400)
-        return reply
+        answer = self._transport.post(path, fields, timeout)
+        if answer.status_code in (200, 400) and answer.content[:1] == b"{":
+            body = orjson.loads(answer.content)
+            if body.get("success") is False:
+                return ControlReply(id=0, success=False, message=str(body.get("message", "")), status_code=400)
+        return control_reply(answer)
 
     def _checked(self, reply: ControlReply) -> None:
         if not reply.success:
