@@ -310,7 +310,7 @@ def test_generation_stays_paused_after_a_folder_that_is_missing(
     fresh: HttpServerEngineAdapter, models: list[Any]
 ) -> None:
     """SGLang does not say if an update failed before the first write."""
-    with pytest.raises(VerlServerError, match="nowhere.*stays paused"):
+    with pytest.raises(VerlServerError, match=r"nowhere.*stays paused"):
         fresh.update_weights_from_disk("/nowhere")
     fresh.continue_generation()
     serves(fresh, models[0], "first")
