@@ -224,7 +224,7 @@ def record_http(recorder: Recorder, model: str, device: str) -> None:
             settings += [f"--{name.replace('_', '-')}", str(value)]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *settings]
     log = Path(tempfile.mkdtemp()) / "log"
-    with launched(command, {}, log, "/health_generate", PART_SECONDS / 2) as server, ThreadPoolExecutor(8) as pool:
+    with launched(command, {}, log, "/health_generate", PART_SECONDS * 2 / 3) as server, ThreadPoolExecutor(8) as pool:
         http = Http(server.url)
         _routes(recorder, http, model)
         _pages(recorder, http)
@@ -384,6 +384,8 @@ def main() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, 9)
             Recorder(out).note(f"part: {part}", "exit status of the process that held SGLang", answer=code)
+        installed = f"{Path(torch.__file__).parents[1]}/"
+        out.write_text(out.read_text().replace(str(model), "MODEL").replace(installed, ""))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Recording:
 
     def status(self, what: str) -> tuple[int, Any]:
         answer = self.answer(f"http: {what}")
-        return answer["status"], answer["body"]
+        return answer["status"], answer.get("body")
 
     def went_unanswered(self, what: str) -> bool:
         """Return True if the process that held SGLang ended during the call."""
