@@ -221,7 +221,7 @@ class Demo:
         )
         settings = {"dtype": "float32", "log_level": "warning"} | server_settings(args.engine, device.type)
         engine = stack.enter_context(launch_engine(str(folder), device, **settings))
-        policy = load_policy(str(folder), device, compute_dtype=torch.float32)  # the dtype of the server
+        policy = load_policy(str(folder), device, compute_dtype=getattr(torch, settings["dtype"]))
         trainer = PolicyTrainer(policy, self.config, args.steps, device)
         self.parameters = sum(p.numel() for p in trainer.policy.parameters())
         limits = Limits(max_turns=args.guesses, max_new_tokens=1, env=EnvTimeouts(step=30, reset=30))
@@ -383,10 +383,9 @@ def server_settings(engine: str, device: str) -> dict[str, Any]:
     match engine:
         case "vllm":  # its cache has whole GiB on a CPU; compiling takes longer than the demo
             return {"engine": engine, "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}}
-        case "sglang":  # its default attention on some GPUs does not compute in float32
-            attention = {"cuda": "triton", "cpu": "torch_native"}[device]
-            chosen = {"attention_backend": attention, "disable_cuda_graph": True}
-            return {"engine": engine, "kv_cache_gib": 0.25, "engine_args": chosen}
+        case "sglang":  # its kernels for GPUs compute in half precision only
+            dtype = "bfloat16" if device == "cuda" else "float32"
+            return {"engine": engine, "dtype": dtype, "kv_cache_gib": 0.25, "engine_args": {"disable_cuda_graph": True}}
         case _:
             return {"cpu_threads": 1, "kv_cache_gib": 0.25}
 
