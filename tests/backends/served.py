@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +18,12 @@ from tests.parity.harness import CPU_KERNELS, random_prompt
 from tests.parity.span_judge import Fate, SpanJudge, Version
 from verl_server import HttpServerEngineAdapter
 
+DEVICE = os.environ.get("VERL_SERVER_TEST_DEVICE", "cpu")
+"""Device of the engines. On "cuda" they compute in bfloat16, because SGLang's kernels cannot compute in float32."""
 COMMON: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
+    "device": DEVICE,
+    "dtype": "float32" if DEVICE == "cpu" else "bfloat16",
+    "mem_fraction_static": 0.5,
     "port": 0,
     "admin_api_key": "admin-key",
     "max_running_requests": 16,
@@ -34,6 +38,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Settings of each engine. vLLM's cache takes whole GiB on a CPU."""
 TOLERANCE = {"embedded": 1e-4, "vllm": 1e-3, "sglang": 1e-3}
+if DEVICE == "cuda":
+    TOLERANCE = dict.fromkeys(TOLERANCE, 0.15)
 REQUESTS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"sampling_params": {"allowed_token_ids": [50, 51]}},
     "bad_words": {"sampling_params": {"bad_words": ["a"]}},

@@ -238,7 +238,7 @@ class Demo:
             model_path=str(folder), env_url=environment.url, chat=False, limits=limits, replacements=0, grpo=self.config
         )
         self.ready_seconds = time.monotonic() - self.started
-        advisor = RunAdvisor(Advisor("float32"), ranks)
+        advisor = RunAdvisor(Advisor(settings["dtype"]), ranks)
         return _Parts(trainer, servers, loop, options, ranks, advisor, incarnation)
 
     @contextlib.contextmanager

@@ -167,7 +167,8 @@ class SglangDriver:
         for ended in multiprocessing.connection.wait(list(processes)):
             process = processes[ended]  # type: ignore[index]
             process.join()
-            self._fail(ServerDiedError(f"its process {process.pid} ended with exit code {process.exitcode}"))
+            cause = f"its scheduler process {process.pid} ended (exit code {process.exitcode}); its log has the cause"
+            self._fail(ServerDiedError(cause))
 
     def _fail(self, error: Exception) -> None:
         self._steps.fail(error)

@@ -31,6 +31,9 @@ from verl_server.backends.sglang.step_streamer import StepStreamer
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
 
+_POLL_MS = 50
+"""Most milliseconds between two looks for messages while the engine is held. A message ends the wait."""
+
 
 class HeldScheduler(Scheduler):  # type: ignore[misc]
     _hold: str | None = None
@@ -87,6 +90,10 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]
         if self._hold is not None and not self._engine_paused and self.last_batch is None:
             self._engine_paused = True
             self._reply(self._hold, lambda: b"")
+        if self._engine_paused and not recv_reqs and self.idle_sleeper is not None:
+            self.idle_sleeper.poller.poll(
+                _POLL_MS
+            )  # a loop that spins would keep threads that stage weights from running
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> NextBatchPlan:
         """Plan nothing before a hold. SGLang's loop then processes the last step, whose requests are merged here."""

@@ -52,6 +52,7 @@ def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
         "enable_priority_scheduling": True,
         "disable_priority_preemption": True,
         "default_priority_value": 0,
+        "sleep_on_idle": True,  # a loop that spins would keep threads that stage weights from running
         "enable_memory_saver": device == "cuda",  # release and resume of memory
     }
     check_engine_args(server_args.engine_args, ours, REFUSED)
