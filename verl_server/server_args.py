@@ -455,7 +455,9 @@ class ServerArgs:
         """Raise BadRequestError for settings that the chosen engine does not have."""
         if self.engine == "embedded":
             if self.engine_args or self.allow_untested_engine:
-                raise BadRequestError("engine_args and allow_untested_engine are for another engine, as engine='vllm'.")
+                raise BadRequestError(
+                    "engine_args and allow_untested_engine are for another engine: engine='vllm' or engine='sglang'."
+                )
             return
         for name, remedies in _EMBEDDED_ONLY.items():
             if getattr(self, name) != _default_of(name):

@@ -150,7 +150,7 @@ def _architecture(raw: dict[str, Any], folder: Path) -> str:
         what = (named[0] if isinstance(named, list) else named) or f"model_type {model_type!r}"
         raise BadRequestError(
             f"Architecture {what} of {folder} is not supported; supported (dense only): {', '.join(SUPPORTED)}. "
-            "engine='vllm' serves many others: pip install 'verl-server[vllm]'."
+            "engine='vllm' and engine='sglang' serve many others: pip install 'verl-server[vllm]'."
         )
     architecture: str = named[0]
     return architecture
