@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.backends.served import LONG_PROMPT, PROMPT, REFUSED, REQUESTS, RUNNING, Served
+from tests.parity.harness import random_prompt
 from tests.waiting import eventually
 from verl_server import BadRequestError
 
@@ -154,6 +155,15 @@ def test_penalties(served: Served) -> None:
         seen[PROMPT] = True
         row = torch.where(seen, torch.where(row > 0, row / 1.3, row * 1.3), row) - 1.0 * counts - 2.0 * (counts > 0)
         assert ids[i] == int(row.argmax())
+
+
+def test_a_request_may_fill_the_context(served: Served) -> None:
+    longest = served.adapter.get_server_info()["scheduler_info"]["context_length"]
+    assert longest > 8192 - 16, "engines may need some tokens themselves"
+    reply = served.generate(random_prompt(longest - 8, seed=4), tokens=8)
+    assert len(reply["output_ids"]) == 8 and reply["meta_info"]["finish_reason"]["type"] == "length"
+    with pytest.raises(BadRequestError, match="context"):
+        served.generate(random_prompt(longest - 8, seed=4), tokens=9)
 
 
 def test_repeated_prompts_read_the_cache(fresh: Served) -> None:

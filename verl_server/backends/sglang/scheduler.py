@@ -132,11 +132,13 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]
     def get_init_info(self) -> dict[str, Any]:
         """Return what `SglangDriver` reports as `EngineInfo`."""
         runner = self.tp_worker.model_runner
+        # SGLang takes prompts of `max_req_input_len` - 1 tokens, and cuts `max_new_tokens` in silence to what fits.
+        longest = min(self.max_req_input_len - 1, self.max_total_num_tokens - 2 * self.page_size - 1)
         info: dict[str, Any] = super().get_init_info()
         return info | {
             "device": str(self.device),
             "dtype": str(runner.dtype).removeprefix("torch."),
-            "context_length": self.model_config.context_len,
+            "context_length": longest,
             "vocab_size": self.model_config.vocab_size,
             "page_size": self.page_size,
             "max_running_requests": self.max_running_requests,
