@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.backends.conftest import UNREAD
 from tests.backends.served import DEVICE, LONG_PROMPT, PACKS_WEIGHTS, PROMPT, RUNNING, Served
+from tests.parity.harness import random_prompt
 from tests.waiting import eventually
 from verl_server import BadRequestError, ServerUnavailableError, WeightUpdateError
 from verl_server.weight_sync.checksum import tensor_checksum
@@ -102,6 +103,19 @@ def test_running_requests_continue_under_new_weights(fresh: Served, mode: str) -
             reply = request.result(60)
             assert fresh.judge(prompt, reply)[-2:] == labels
             assert len(reply["output_ids"]) == RUNNING
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_prompts_of_several_chunks_while_weights_change(fresh: Served, mode: Any) -> None:
+    """No request mixes the versions of its prompt, whatever chunk is computed when an update comes."""
+    fate: Any = {"in_place": "kept", "retract": "recomputed"}[mode]
+    prompts = [random_prompt(length, seed=length) for length in (5000, 300, 4000, 40)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        replies = [pool.submit(fresh.generate, prompt, tokens=30) for prompt in prompts]
+        for i in range(1, 7):
+            fresh.push(i % 2, mode, fate)
+        for prompt, reply in zip(prompts, replies, strict=True):
+            fresh.judge(prompt, reply.result(120))
 
 
 def test_abort_ends_running_requests(fresh: Served) -> None:
