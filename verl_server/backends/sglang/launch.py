@@ -10,6 +10,7 @@ import multiprocessing
 from typing import Any, NamedTuple
 
 from verl_server.backends.sglang.settings import GRAMMARS
+from verl_server.errors import BadRequestError
 
 
 class Launched(NamedTuple):
@@ -47,12 +48,15 @@ def launch(settings: dict[str, Any]) -> Launched:
             self.outputs = get_zmq_socket(context, zmq.PULL, ports.tokenizer_ipc_name, True)
             self.max_req_input_len = 0
 
-    args = SglangServerArgs(**settings, custom_sigquit_handler=_leave_to_the_driver)
+    try:
+        args = SglangServerArgs(**settings, custom_sigquit_handler=_leave_to_the_driver)
+    except TypeError as error:  # an unknown name
+        raise BadRequestError(f"engine_args has a name that SGLang's ServerArgs lacks: {error}") from None
     ports = PortArgs.init_new(args)
     ports.detokenizer_ipc_name = ports.tokenizer_ipc_name
     sockets, _, _, started, watchdog = Schedulers._launch_subprocesses(
         server_args=args,
-        init_tokenizer_manager_func=lambda args, ports: (Sockets(args, ports), None),
+        init_tokenizer_manager_func=lambda *given: (Sockets(*given), None),
         run_scheduler_process_func=run_scheduler,
         run_detokenizer_process_func=_leave_to_the_driver,
         port_args=ports,

@@ -91,9 +91,8 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]
             self._engine_paused = True
             self._reply(self._hold, lambda: b"")
         if self._engine_paused and not recv_reqs and self.idle_sleeper is not None:
-            self.idle_sleeper.poller.poll(
-                _POLL_MS
-            )  # a loop that spins would keep threads that stage weights from running
+            # A loop that spins would keep the thread that stages weights from running.
+            self.idle_sleeper.poller.poll(_POLL_MS)
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> NextBatchPlan:
         """Plan nothing before a hold. SGLang's loop then processes the last step, whose requests are merged here."""
