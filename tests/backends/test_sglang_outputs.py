@@ -167,8 +167,12 @@ def test_a_step_is_one_message(driver: Driver) -> None:
             Reason({"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}),
             FinishReason(type="abort", message="The engine ended the request: Aborted", status_code=500),
         ),
+        (
+            Reason({"type": "stop", "matched": "NaN happened"}),
+            FinishReason(type="abort", message="The engine ended the request: NaN happened", status_code=500),
+        ),
     ],
-    ids=["stop", "length", "abort", "abort without a status"],
+    ids=["stop", "length", "abort", "abort without a status", "token outside of the vocabulary"],
 )
 def test_a_finished_request_is_sent_once_with_its_last_token(
     driver: Driver, reason: Reason, expected: FinishReason
@@ -204,7 +208,9 @@ def test_a_request_whose_prompt_is_incomplete_is_skipped(driver: Driver) -> None
     other.add(20)
     assert ids(driver.step(chunked, other, skip=chunked)) == {"B": [20]}
     chunked.add(10)
-    assert ids(driver.step(chunked)) == {"A": [10]}
+    chunked.finish(FULL)
+    assert driver.step(chunked, skip=chunked) == []
+    assert ids(driver.step(chunked)) == {"A": [10]}, "its end was skipped, too"
 
 
 def test_max_new_tokens_0_has_no_tokens(driver: Driver) -> None:

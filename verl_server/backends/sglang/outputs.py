@@ -93,9 +93,12 @@ def _prompt(req: TokenizedGenerateReq, output: Output) -> PromptLogprobs:
 
 
 def _finish_reason(reason: dict[str, Any]) -> FinishReason:
+    matched = reason.get("matched")
     match reason["type"]:
-        case "stop":
-            return FinishReason(type="stop", matched=reason.get("matched"))
+        case "stop" if isinstance(matched, int):
+            return FinishReason(type="stop", matched=matched)
+        case "stop":  # no stop strings are sent: SGLang says so of a token outside of the vocabulary
+            return FinishReason(type="abort", message=f"The engine ended the request: {matched}", status_code=500)
         case "length":
             return FinishReason(type="length")
         case _:

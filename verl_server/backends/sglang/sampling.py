@@ -8,8 +8,7 @@ from typing import Any
 
 from verl_server.messages.io_struct import TokenizedGenerateReq
 
-_SEED_MASK = (1 << 63) - 1
-"""Mask that clears the sign of a seed, which SGLang puts into a tensor of signed 64-bit integers."""
+_SIGN = 1 << 63
 
 UNSUPPORTED: dict[str, Callable[[TokenizedGenerateReq], bool]] = {
     "allowed_token_ids": lambda req: req.sampling.allowed_token_ids is not None,
@@ -79,7 +78,7 @@ def _sampling_params(req: TokenizedGenerateReq, seed: int) -> Any:
         repetition_penalty=ours.repetition_penalty,
         logit_bias=ours.logit_bias,
         json_schema=req.grammar or None,
-        sampling_seed=seed & _SEED_MASK,
+        sampling_seed=((seed + _SIGN) & (2 * _SIGN - 1)) - _SIGN,  # `draws` needs a signed integer of 64 bits
         stop_token_ids=set(req.stop_ids),  # the front has put the model's EOS tokens into it
         ignore_eos=not req.stop_ids,
         stream_interval=1,

@@ -32,13 +32,14 @@ class StepStreamer:
 
     def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
         """Send what is new of `reqs`, SGLang's requests. A finished request is sent once."""
+        reqs = [req for req in reqs if req is not skip_req]
         ended = [req for req in reqs if req.finished() and not req.finished_output]
         running = [req for req in reqs if not req.finished()]
         for req in ended:
             req.finished_output = True
             if req.finished_len is None:
                 req.finished_len = len(req.output_ids)
-        if entries := [_output(req) for req in (*running, *ended) if req is not skip_req]:
+        if entries := [_output(req) for req in (*running, *ended)]:
             self.send(Outputs(entries))
 
 
