@@ -23,7 +23,7 @@ from verl_server import (
     VerlEngine,
     lora,
 )
-from verl_server.backends.vllm.settings import check_engine_args
+from verl_server.backends.process.engine_args import check_engine_args
 from verl_server.cli.main import main
 from verl_server.compat.sglang.server_args import ServerArgs as SglangArgs
 from verl_server.files.model_folder import local_folder, resolve_model_folder
@@ -81,7 +81,7 @@ def test_arguments_of_an_engine(name: str) -> None:
         ServerArgs(model_path="model", **{name: 1})
     check(str(caught.value), name)
     with pytest.raises(BadRequestError) as caught:
-        check_engine_args({name: 1}, set())
+        check_engine_args({name: 1}, set(), {})
     check(str(caught.value), name)
 
 
