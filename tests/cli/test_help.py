@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from verl_server.cli.main import main
@@ -34,7 +36,10 @@ def test_a_reader_of_runs_takes_a_step(command: str, capsys: pytest.CaptureFixtu
     assert "--step" in capsys.readouterr().out
 
 
-def test_the_help_of_trajectories_has_examples_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_trajectories_has_examples_that_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a demo may have left a run here
     with pytest.raises(SystemExit):
         main(["trajectories", "--help"])
     lines = capsys.readouterr().out.splitlines()
