@@ -31,11 +31,18 @@ def test_other_names_pass(tiny_qwen3: Path) -> None:
     assert sglang.engine_settings(args)["attention_backend"] == "a"
 
 
-def test_auto_is_the_dtype_of_the_checkpoint(tiny_qwen3: Path) -> None:
-    args = ServerArgs(model_path=str(tiny_qwen3), engine="vllm")
-    assert args.dtype == "auto"
-    assert vllm.engine_settings(args)["dtype"] == "float32"
-    assert (
-        vllm.engine_settings(ServerArgs(model_path=str(tiny_qwen3), engine="vllm", dtype="bfloat16"))["dtype"]
-        == "bfloat16"
-    )
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_auto_is_the_dtype_of_the_checkpoint(tiny_qwen3: Path, engine: Any) -> None:
+    def dtype(**given: Any) -> str:
+        args = ServerArgs(model_path=str(tiny_qwen3), device="cpu", engine=engine, **given)
+        return str({"vllm": vllm, "sglang": sglang}[engine].engine_settings(args)["dtype"])
+
+    assert dtype() == "float32"
+    assert dtype(dtype="bfloat16") == "bfloat16"
+
+
+def test_sglang_refuses_float32_on_a_gpu(tiny_qwen3: Path) -> None:
+    for dtype in ("auto", "float32"):
+        args = ServerArgs(model_path=str(tiny_qwen3), device="cuda", engine="sglang", dtype=dtype)  # type: ignore[arg-type]
+        with pytest.raises(BadRequestError, match="bfloat16"):
+            sglang.engine_settings(args)

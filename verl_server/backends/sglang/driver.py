@@ -106,9 +106,13 @@ class SglangDriver:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _send(self, message: Any) -> None:
+        import zmq
         from sglang.srt.managers.io_struct import sock_send
 
-        sock_send(self._launched.to_scheduler, message)
+        try:
+            sock_send(self._launched.to_scheduler, message, zmq.NOBLOCK)
+        except zmq.Again:  # rank 0 has just died; a send that blocks would wait for another process that connects
+            self._fail(ServerDiedError("no scheduler takes messages"))
 
     def _send_call(self, call: str, method: str, argument: str) -> None:
         from sglang.srt.managers.io_struct import RpcReqInput

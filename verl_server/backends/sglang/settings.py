@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from verl_server.backends.process.checkpoint_dtype import checkpoint_dtype
 from verl_server.backends.process.engine_args import check_engine_args
+from verl_server.errors import BadRequestError
 from verl_server.files.model_folder import resolve_model_folder
 from verl_server.server_args import ServerArgs
 
@@ -20,6 +22,9 @@ REFUSED = {
     "enable_dp_attention": "weights are voted on by the tensor-parallel ranks of one replica",
     "speculative_algorithm": "updates would not reach the draft model",
     "disaggregation_mode": "a hold does not know SGLang's queues between prefill and decode",
+    "dllm_algorithm": "a hold does not know SGLang's loop of diffusion models",
+    "allow_auto_truncate": "it cuts prompts in silence",
+    "custom_sigquit_handler": "the driver notices the end of each process itself",
     "nnodes": "the driver starts the processes of one host",
     "enable_eplb": "it moves experts, so that pushed weights would go to the wrong ones",
     "tokenizer_worker_num": "this server has its own tokenizer workers",
@@ -31,13 +36,17 @@ REFUSED = {
 def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
     """Return the arguments of SGLang's `ServerArgs`. Raise BadRequestError for `engine_args` that are set here."""
     device = _device(server_args)
+    folder = resolve_model_folder(server_args.model_path, server_args.revision)
+    dtype = checkpoint_dtype(folder) if server_args.dtype == "auto" else server_args.dtype
+    if device == "cuda" and dtype == "float32":
+        raise BadRequestError("SGLang's kernels for GPUs cannot compute in float32: set dtype='bfloat16' or 'float16'.")
     ours: dict[str, Any] = {
-        "model_path": str(resolve_model_folder(server_args.model_path, server_args.revision)),
+        "model_path": str(folder),
         "tokenizer_path": server_args.tokenizer_path,
         "skip_tokenizer_init": server_args.skip_tokenizer_init,  # grammars and min_new_tokens need the tokenizer
         "grammar_backend": "none" if server_args.skip_tokenizer_init else GRAMMARS,
         "device": device,
-        "dtype": server_args.dtype,
+        "dtype": dtype,
         "load_format": server_args.load_format,
         "context_length": server_args.context_length,
         "tp_size": server_args.tp_size,

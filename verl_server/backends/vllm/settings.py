@@ -5,11 +5,10 @@ Settings on which verl-server's guarantees depend are set here, and `engine_args
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
+from verl_server.backends.process.checkpoint_dtype import checkpoint_dtype
 from verl_server.backends.process.engine_args import check_engine_args
 from verl_server.backends.vllm.plugin import ENDS_WITH_PARENT
 from verl_server.files.model_folder import resolve_model_folder
@@ -31,7 +30,7 @@ def engine_settings(server_args: ServerArgs, on_gpu: bool = False) -> dict[str, 
         "tokenizer": server_args.tokenizer_path,
         "skip_tokenizer_init": server_args.skip_tokenizer_init,  # grammars and bad_words need the tokenizer
         "structured_outputs_config": {"backend": "guidance"},  # the library that translated the grammars
-        "dtype": _dtype_of(folder) if server_args.dtype == "auto" else server_args.dtype,
+        "dtype": checkpoint_dtype(folder) if server_args.dtype == "auto" else server_args.dtype,
         "load_format": server_args.load_format,
         "max_model_len": server_args.context_length,
         "tensor_parallel_size": server_args.tp_size,
@@ -50,15 +49,6 @@ def engine_settings(server_args: ServerArgs, on_gpu: bool = False) -> dict[str, 
         ours["max_num_batched_tokens"] = server_args.chunked_prefill_size
     check_engine_args(server_args.engine_args, {*ours, "max_num_batched_tokens"}, REFUSED)
     return ours | server_args.engine_args
-
-
-def _dtype_of(folder: Path) -> str:
-    """Return the dtype of a checkpoint, as the embedded engine does for "auto". vLLM would round float32 weights."""
-    config = json.loads((folder / "config.json").read_bytes())
-    for part in (config, config.get("text_config") or {}):
-        if name := part.get("dtype") or part.get("torch_dtype"):
-            return str(name).removeprefix("torch.")
-    return "auto"
 
 
 def set_environment(server_args: ServerArgs) -> None:
