@@ -43,6 +43,7 @@ def test_auto_is_the_dtype_of_the_checkpoint(tiny_qwen3: Path, engine: Any) -> N
 
 def test_sglang_refuses_float32_on_a_gpu(tiny_qwen3: Path) -> None:
     for dtype in ("auto", "float32"):
-        args = ServerArgs(model_path=str(tiny_qwen3), device="cuda", engine="sglang", dtype=dtype)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"device": "cuda", "engine": "sglang", "dtype": dtype}
+        args = ServerArgs(model_path=str(tiny_qwen3), **given)
         with pytest.raises(BadRequestError, match="bfloat16"):
             sglang.engine_settings(args)

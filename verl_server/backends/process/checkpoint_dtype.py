@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def checkpoint_dtype(folder: Path) -> str:
-    """Return the dtype of a checkpoint, as the embedded engine does for "auto". Engines would round float32 to 16 bits."""
+    """Return the dtype of a checkpoint, as the embedded engine does for "auto". Engines would round float32."""
     config = json.loads((folder / "config.json").read_bytes())
     for part in (config, config.get("text_config") or {}):
         if name := part.get("dtype") or part.get("torch_dtype"):
