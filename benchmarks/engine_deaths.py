@@ -1,4 +1,4 @@
-"""What clients see when a process of the server is killed (SIGKILL), and how long it takes until all of it has ended.
+"""Kills each process of a server (SIGKILL), and reports what clients see and when all of its processes have ended.
 
     python -m benchmarks.engine_deaths
     python -m benchmarks.engine_deaths --device cuda --shape 0.6b --engine sglang --requests 32

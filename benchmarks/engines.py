@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine needs beside the settings that all engines have."""
+    """The settings and processes of one engine that other engines do not have."""
 
     without_graphs: dict[str, Any]
     """Fields of `ServerArgs` with which no CUDA graph is captured."""

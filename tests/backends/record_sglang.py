@@ -337,7 +337,7 @@ def _faults(recorder: Recorder, http: Http, model: str) -> None:
 
 
 def record_wire(recorder: Recorder, model: str, device: str) -> None:
-    """Which functions SGLang permits in a payload, without a server."""
+    """Record the functions that SGLang permits in a payload. No server is needed."""
     from sglang.srt.utils import MultiprocessingSerializer  # type: ignore[import-not-found, unused-ignore]
 
     for protocol in (2, 3, 4):

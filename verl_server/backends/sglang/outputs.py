@@ -18,7 +18,7 @@ from verl_server.messages.packed import PromptLogprobs, TokenLogprobs, pack_ids,
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
-    """What one step added to a request."""
+    """The tokens that one step added to a request, with what was requested beside them."""
 
     rid: str
     """SGLang's id of the request."""
