@@ -1,4 +1,5 @@
-"""Writes docs/reference/ from the code: `make docs`. With `--check` it writes nothing and fails if a page is stale.
+"""Writes docs/reference/ and web/operations.json from the code: `make docs`. With `--check` it writes nothing and fails
+if one of them is stale.
 
 The routes are the operations that the HTTP application mounts. Everything else is read from declarations: fields,
 defaults, signatures and docstrings. A route, field, option or setting that is added therefore needs no edit here.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import sys
 import tomllib
@@ -22,17 +24,19 @@ from declarations import Class, ClassName, Field, Function, Package
 
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
-from verl_server.server.http.operation import Operation
+from verl_server.server.http.operation import EVENTS, Operation
 from verl_server.server.openapi import SAMPLING
 from verl_server.watch.run_records import AnyEvent
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
+OPERATIONS = ROOT / "verl_server" / "web" / "operations.json"
 
 INTERNAL_METHODS = {"send_update", "send_registration", "send_unregistration", "send_healing"}
 """Public for other modules of `verl_server.engine` only."""
 COMMANDS = {
     "verl-server warm-up": ("verl_server.cli.main", "WarmUpArgs"),
+    "verl-server router": ("verl_server.fleet.options", "RouterArgs"),
     "verl-server rollout": ("verl_server.cli.rollout", "RolloutArgs"),
     "verl-server rollout --agent": ("verl_server.cli.agents", "AgentRolloutArgs"),
     "verl-server watch": ("verl_server.cli.watch", "WatchArgs"),
@@ -538,18 +542,32 @@ def build() -> dict[str, str]:
     return site.texts() | {"README.md": "\n\n".join(index) + "\n"}
 
 
+def operations_table() -> str:
+    """The operations as `verl_server.fleet` reads them: a router knows the routes of servers without their code."""
+    rows = [
+        {
+            "paths": operation.paths,
+            "methods": operation.methods,
+            "dialect": operation.dialect,
+            "access": operation.access,
+            "in_session": operation.in_session,
+            "generates": EVENTS in operation.media_types,
+        }
+        for operation in mounted_operations()
+    ]
+    return "[\n" + ",\n".join(f" {json.dumps(row)}" for row in rows) + "\n]\n"
+
+
 def main() -> int:
-    pages = build()
+    files = {FOLDER / name: text for name, text in build().items()} | {OPERATIONS: operations_table()}
     if "--check" in sys.argv[1:]:
-        stale = [name for name, text in pages.items() if not _is_written(FOLDER / name, text)]
+        stale = [str(path.relative_to(ROOT)) for path, text in files.items() if not _is_written(path, text)]
         if stale:
-            print(
-                f"Stale in docs/reference: {', '.join(stale)}. Run `make docs` and commit the result.", file=sys.stderr
-            )
+            print(f"Stale: {', '.join(stale)}. Run `make docs` and commit the result.", file=sys.stderr)
         return 1 if stale else 0
     FOLDER.mkdir(exist_ok=True)
-    for name, text in pages.items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -36,6 +36,7 @@ from verl_server.server.request_state import Write
 from verl_server.server.text.text_tools import Job
 from verl_server.server.text_service import TextService
 from verl_server.web.bodies import Body
+from verl_server.web.error_bodies import ERROR_HEADER, sglang_error_body
 from verl_server.web.first_headers import first_headers
 from verl_server.web.json_body import parse_json
 from verl_server.web.numbers import whole_number
@@ -43,7 +44,6 @@ from verl_server.web.numbers import whole_number
 R = TypeVar("R")
 T = TypeVar("T")
 
-ERROR_HEADER = "X-Verl-Error"
 _PIECE = 256 * 1024
 """Bytes of a long body that are sent at once."""
 _SMALL_BODY = 2**21
@@ -141,17 +141,9 @@ def error_headers(error: VerlServerError) -> dict[str, str]:
     return headers
 
 
-def error_content(error: VerlServerError, kind: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """Return the body of an error in SGLang's shapes. `kind` is the error's type, `param` the field at fault."""
-    status, message = error.status_code, str(error)
-    kind = kind or ("Bad Request" if status == 400 else str(status))
-    inner = {"message": message, "type": kind, "param": param, "code": error.code or status}
-    return {"object": "error", "message": message, "type": kind, "param": param, "code": status, "error": inner}
-
-
 def error_response(error: VerlServerError) -> Response:
     """Return the answer to an error of an operation whose dialect has no shape of its own."""
-    return json_response(error_content(error), error.status_code, error_headers(error))
+    return json_response(sglang_error_body(error), error.status_code, error_headers(error))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -10,9 +10,7 @@ operation is refused.
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any
-from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,19 +23,14 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.server.http.operation import Operation
-from verl_server.server.sessions.ledger import KEY_PREFIX
 from verl_server.server.sessions.session import CHILD_NAME, SessionCaller
 from verl_server.server.sessions.table import SessionTable
+from verl_server.web.session_keys import CHILD_HEADER, KEY_PREFIX, SESSION_HEADER, take_session_key
 
-SESSION_HEADER = "X-Session-ID"
-CHILD_HEADER = "X-Session-Child"
-_IN_PATH = re.compile(r"/+s(/+)([^/]*)(.*)", re.DOTALL)
-_KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")
 _STATE = "session_key"
 """Name in `scope["state"]` of the key that was in the path, until `SessionAccess` reads it."""
 _OWNER_STATE = "owner"
 """Name in `scope["state"]` of the hash of an owner's key."""
-_HIDDEN = f"{KEY_PREFIX}..."
 _NO_KEY = "sessions need a key: start the server with --api-key-file or --admin-api-key-file"
 
 
@@ -71,7 +64,7 @@ class SessionPathMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            key = _take_key(scope)
+            key = take_session_key(scope)
             if key is not None:
                 scope.setdefault("state", {})[_STATE] = key
         await self._app(scope, receive, send)
@@ -155,26 +148,3 @@ class SessionAccess:
 
 def _scope_key(sent_keys: list[bytes]) -> bytes:
     return hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
-
-
-def _take_key(scope: Scope) -> bytes | None:
-    """Remove `/s/KEY` from the path in place, and hide other session keys in it. Return the key.
-
-    The key is removed from a malformed path, too. The returned key then belongs to no session.
-    """
-    path: str = scope["path"]
-    found = _IN_PATH.fullmatch(path)
-    key: bytes | None = None
-    if found is not None:
-        slashes, text, rest = found.groups()
-        is_well_formed = path.startswith("/s/") and slashes == "/" and _KEY.fullmatch(text) and rest.startswith("/")
-        key = text.encode("utf-8", "surrogateescape") if is_well_formed else b""
-        path = rest or "/"
-    path = _KEY.sub(_HIDDEN, path)
-    if path != scope["path"]:
-        scope["path"] = path
-        scope["raw_path"] = quote(path, safe="/:@!$&'()*+,;=~-._").encode()
-    query: bytes = scope.get("query_string", b"")
-    if KEY_PREFIX.encode() in query:
-        scope["query_string"] = _KEY.sub(_HIDDEN, query.decode("latin-1")).encode("latin-1")
-    return key

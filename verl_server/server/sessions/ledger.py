@@ -22,10 +22,10 @@ from verl_server.server.sessions.records import DeleteRecord, FinishRecord, Reco
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.table import SessionTable, hash_of_key
 from verl_server.server.slices import Slices
+from verl_server.web.session_keys import KEY_PREFIX
 
 logger = logging.getLogger(__name__)
 
-KEY_PREFIX = "vs-"
 _MOST_FREED = 256
 """Number of sessions that are deleted in one step to make room. A step takes a few milliseconds."""
 _UNREAD_RETENTION = 24 * 3600.0

@@ -33,18 +33,7 @@ from verl_server.server.http.responses import EventStream, error_headers, json_r
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-"""HTTP status -> Anthropic's error type, for statuses that have one of their own."""
+from verl_server.web.error_bodies import anthropic_error_body
 
 
 class AnthropicApi:
@@ -134,10 +123,7 @@ def anthropic_error(error: VerlServerError) -> Response:
 
 
 def _error(error: VerlServerError) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status_code < 500 else "api_error"
-    content: dict[str, Any] = {"type": _ERROR_TYPES.get(error.status_code, kind), "message": str(error)}
-    if error.code is not None:
-        content["code"] = error.code
+    content = anthropic_error_body(error)
     if error.code == ThreadUnsupportedError.code:  # where Anthropic's clients look
-        content["details"] = {"error_code": error.code, "unsupported": ["thread"]}
-    return {"type": "error", "error": content}
+        content["error"]["details"] = {"error_code": error.code, "unsupported": ["thread"]}
+    return content

@@ -1,4 +1,4 @@
-"""Errors of OpenAI's routes: the object of `responses.error_content` with OpenAI's types, and the field at fault."""
+"""Errors of OpenAI's routes: OpenAI's body of an error (`web.error_bodies`) with the field at fault."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from starlette.responses import Response
 
 from verl_server.errors import VerlServerError
-from verl_server.server.http import responses
 from verl_server.server.http.responses import error_headers, json_response
+from verl_server.web.error_bodies import openai_error_body
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """Sampling parameter in a message -> field of OpenAI's routes."""
@@ -31,15 +31,10 @@ def openai_error(error: VerlServerError, fields: Iterable[str] = ()) -> Response
 
 
 def error_content(error: VerlServerError, fields: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the body of an error response, or of the frame that ends a stream.
-
-    The outer `code` is SGLang's, a number. The inner one is OpenAI's, whose type is a text or null.
-    """
-    message = str(error)
-    kind = "BadRequestError" if error.status_code < 500 else "InternalServerError"
-    param = "model" if isinstance(error, ModelNotFoundError) else error_param(message, fields)
-    content = responses.error_content(error, kind, param)
-    return content | {"error": content["error"] | {"code": error.code}}
+    """Return the body of an error response, or of the frame that ends a stream."""
+    return openai_error_body(
+        error, "model" if isinstance(error, ModelNotFoundError) else error_param(str(error), fields)
+    )
 
 
 def error_param(message: str, fields: Iterable[str]) -> str | None:

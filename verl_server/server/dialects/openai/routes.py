@@ -64,6 +64,7 @@ from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text.text_tools import Job
 from verl_server.server.text.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.web.error_bodies import openai_error_event
 
 _Read = ReadCompletion | ReadChat | ReadResponse
 _STREAMED = (JSON, EVENTS)
@@ -259,6 +260,5 @@ async def _frames(generation: Generation, choices: Choices, body: OpenAIRequest)
         if body.streaming.include_usage:
             yield choices.usage_frame(generation.states)
     except VerlServerError as error:
-        content = error_content(error)
-        yield sse({"error": content | {"code": content["error"]["code"]}})  # where the openai SDK reads it in a stream
+        yield sse(openai_error_event(error_content(error)))
     yield SSE_DONE

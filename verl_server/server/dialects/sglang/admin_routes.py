@@ -41,7 +41,6 @@ from verl_server.messages.weight_requests import (
 from verl_server.server.auth import AccessRules
 from verl_server.server.http.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
 from verl_server.server.http.responses import (
-    error_content,
     error_headers,
     json_response,
     read_json,
@@ -49,6 +48,7 @@ from verl_server.server.http.responses import (
 )
 from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.web.error_bodies import sglang_error_body
 from verl_server.web.json_body import given_fields, names_of_unknown
 from verl_server.web.json_convert import read_struct
 
@@ -260,7 +260,7 @@ def _success(reply: ControlReply, **extra: Any) -> Response:
 
 def unsuccessful(error: VerlServerError, **extra: Any) -> Response:
     """Return the answer to an error of a route whose answer has `success`."""
-    content = error_content(error) | extra | {"success": False}
+    content = sglang_error_body(error) | extra | {"success": False}
     return json_response(content, error.status_code, error_headers(error))
 
 

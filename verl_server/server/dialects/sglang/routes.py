@@ -33,6 +33,7 @@ from verl_server.server.packed_prompts import split_prompt
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns, session_of
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.web.error_bodies import sglang_error_event
 
 
 class NativeApi:
@@ -92,7 +93,5 @@ class NativeApi:
             async for frame in generation.frames(self._manager.server_args.incremental_streaming_output):
                 yield sse(frame)
         except VerlServerError as error:
-            kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-            code = error.code or error.status_code
-            yield sse({"error": {"message": str(error), "type": kind, "code": code, "retryable": False}})
+            yield sse(sglang_error_event(error))
         yield SSE_DONE

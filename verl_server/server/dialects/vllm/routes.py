@@ -14,7 +14,7 @@ from verl_server._version import __version__
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.vllm.choices import InferenceChoices
-from verl_server.server.dialects.vllm.errors import ModelNotFoundError, error_content, vllm_error
+from verl_server.server.dialects.vllm.errors import ModelNotFoundError, vllm_error
 from verl_server.server.dialects.vllm.reading import INFERENCE, REFUSED, WITHOUT_EFFECT, InferenceRequest
 from verl_server.server.dialects.vllm.sampling import VllmSamplingParams
 from verl_server.server.generation import Generation
@@ -33,6 +33,7 @@ from verl_server.server.http.unknown_fields import judge_unknown
 from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.web.error_bodies import vllm_error_body
 from verl_server.web.json_body import names_of_unknown
 from verl_server.web.json_convert import read_struct
 
@@ -178,5 +179,5 @@ async def _frames(generation: Generation, choices: InferenceChoices) -> AsyncIte
         if (usage := choices.usage_chunk(generation.states)) is not None:
             yield sse(usage)
     except VerlServerError as error:
-        yield sse(error_content(error))
+        yield sse(vllm_error_body(error))
     yield SSE_DONE
