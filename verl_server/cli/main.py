@@ -1,4 +1,4 @@
-"""The command line: `verl-server serve | warm-up | rollout | watch | trajectories | env | demo | bench`.
+"""The command line: `verl-server serve | warm-up | router | rollout | watch | trajectories | env | demo | bench`.
 
 Each command imports its modules when it runs, so that `--help` is fast. The options of `serve` are the fields of
 `ServerArgs`, and the docstrings of the fields are their help.
@@ -33,6 +33,7 @@ The rollout server for agentic RL: serve a policy over HTTP, roll it out, train 
 commands:
   serve     serve a model:           verl-server serve --model-path FOLDER_OR_HUB_ID --port 30000
   warm-up   compile a server's kernels before its first start, for container images; takes the options of serve
+  router    many servers behind one address:  verl-server router --server URL --server URL
   rollout   run agents in environments, with a server's policy; with --agent, any function or program
   trajectories  list, show, count, index and export what a rollout recorded:  verl-server trajectories ls | show ...
   env       serve an environment:    verl-server env serve MODULE:CLASS --port 8000
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,
         "warm-up": _warm_up,
+        "router": _router,
         "rollout": _rollout,
         "watch": _watch,
         "trajectories": _trajectories,
@@ -197,6 +199,10 @@ def _rollout(args: list[str]) -> int:
     if any(arg.split("=")[0] == "--agent" for arg in args):
         return _delegate("rollout", "verl_server.cli.agents", args)
     return _delegate("rollout", "verl_server.cli.rollout", args)
+
+
+def _router(args: list[str]) -> int:
+    return _delegate("router", "verl_server.fleet.process", args)
 
 
 def _watch(args: list[str]) -> int:

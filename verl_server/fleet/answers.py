@@ -1,0 +1,79 @@
+"""Errors of the router itself, in the shape of the dialect of the request's path: as answers, and as last events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from verl_server.errors import ServerDiedError, SessionUnavailableError, UnauthorizedError, VerlServerError
+from verl_server.fleet.upstream import Headers
+from verl_server.web.error_bodies import (
+    ERROR_HEADER,
+    anthropic_error_body,
+    openai_error_body,
+    openai_error_event,
+    sglang_error_body,
+    sglang_error_event,
+    vllm_error_body,
+)
+
+RETRY_SECONDS = 1
+"""Value of Retry-After, in seconds."""
+_DONE = b"data: [DONE]\n\n"
+
+
+class NoServerError(ServerDiedError):
+    """No server may get the request now. Nothing was done: repeat it."""
+
+
+def error_answer(dialect: str, error: VerlServerError) -> tuple[int, Headers, bytes]:
+    """Return (status, headers, body)."""
+    match dialect:
+        case "openai" | "models":
+            body: dict[str, Any] = openai_error_body(error)
+        case "anthropic":
+            body = anthropic_error_body(error)
+        case "vllm":
+            body = vllm_error_body(error)
+        case _:
+            body = sglang_error_body(error)
+    encoded = orjson.dumps(body)
+    # Engines raise the class that the header names: of the router's own classes they know the base.
+    name = (
+        type(error).__name__
+        if type(error).__module__ == VerlServerError.__module__
+        else type(error).__bases__[0].__name__
+    )
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(encoded)).encode()),
+        (ERROR_HEADER.lower().encode(), name.encode()),
+    ]
+    if error.status_code == 503:
+        headers.append((b"retry-after", str(RETRY_SECONDS).encode()))
+    if isinstance(error, UnauthorizedError):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return error.status_code, headers, encoded
+
+
+def error_event(dialect: str, error: VerlServerError) -> bytes:
+    """Return the events that end a stream of which a part was delivered."""
+    match dialect:
+        case "openai":
+            return _sse(openai_error_event(openai_error_body(error))) + _DONE
+        case "anthropic":
+            return b"event: error\n" + _sse(anthropic_error_body(error))
+        case "vllm":
+            return _sse(vllm_error_body(error)) + _DONE
+        case _:
+            return _sse(sglang_error_event(error, retryable=True)) + _DONE
+
+
+def _sse(content: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def unavailable(session: bool, message: str) -> VerlServerError:
+    """Return the error of a request that no server may get, or that the server of its session may not get."""
+    return SessionUnavailableError(message) if session else NoServerError(message)

@@ -1,0 +1,205 @@
+"""`RoutedRequest`: a request as the router sees it, with what its placement depends on.
+
+`read_request` reads the whole body, because a request that got no answer is sent to another server. Of the body only
+the few fields that placement needs are decoded. What the router does not read, it does not need: the servers check
+every field themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from verl_server.errors import BadRequestError
+from verl_server.fleet.operations import RoutedOperation
+from verl_server.fleet.prefixes import prompt_blocks
+from verl_server.fleet.upstream import Headers
+from verl_server.web.bodies import Body
+from verl_server.web.first_headers import first_headers
+from verl_server.web.numbers import whole_number
+from verl_server.web.session_keys import CHILD_HEADER, KEY_PREFIX, ROUTING_HEADER, SESSION_HEADER
+
+MIN_VERSION_HEADER = b"x-verl-min-weight-version"
+EXACT_VERSION_HEADER = b"x-verl-exact-weight-version"
+_IDEMPOTENCY_HEADER = b"idempotency-key"
+_PACKED_HEADER = b"x-verl-prompt-bytes"
+_MOST_DECODED = 2 * 2**20
+"""Bytes of a JSON body that are decoded on the event loop, which takes some 5 ms."""
+_ENDS = 64 * 1024
+"""Bytes at the beginning and the end of a larger body in which its fields are looked for."""
+_NAMED = re.compile(
+    rb'"(session_id|conversation_id|min_weight_version|exact_weight_version)"\s*:\s*("(?:[^"\\]|\\.){0,300}")'
+)
+_PARAMS = b'"session_params"'
+_BYTES_OF_A_TOKEN = 4
+"""Bytes of a prompt for each token, roughly: 3 to 5 in English text, 4 to 7 as decimal ids, 4 as packed ids."""
+_OUTPUT_TOKENS = 256
+"""Tokens of an output, of which nothing is known in advance."""
+
+
+class RoutedFields(msgspec.Struct):
+    """The fields of a body that placement depends on, as any JSON values. A server checks them."""
+
+    session_id: Any = None
+    conversation_id: Any = None
+    session_params: Any = None
+    min_weight_version: Any = None
+    exact_weight_version: Any = None
+    id: Any = None
+    """Of `POST /sessions`: the name of the session."""
+
+
+@dataclass
+class RoutedRequest:
+    operation: RoutedOperation
+    method: str
+    target: bytes
+    """Path and query as they are sent to a server."""
+    headers: Headers
+    """Headers of the caller, in their order."""
+    body: bytes
+    parameters: dict[str, str] = field(default_factory=dict)
+    """Parameters of the path."""
+    path_key: bytes | None = None
+    """Key of a session in the path."""
+    keys: list[bytes] = field(default_factory=list)
+    """Keys in the headers."""
+    attached: bytes | None = None
+    """Key of the servers that replaces the caller's, which the router has checked."""
+
+    @cached_property
+    def first(self) -> dict[bytes, bytes]:
+        """Lower-case name -> first value."""
+        return dict(reversed(self.headers))
+
+    @cached_property
+    def fields(self) -> RoutedFields:
+        packed = self.packed
+        return read_fields(self.body[packed:] if packed else self.body)
+
+    @property
+    def packed(self) -> int:
+        """Number of bytes of packed token ids before the JSON."""
+        return whole_number(self.first.get(_PACKED_HEADER, b"").decode("latin-1"), most_digits=12) or 0
+
+    @cached_property
+    def blocks(self) -> list[bytes]:
+        """Hashes of the blocks of the prompt (`prefixes`)."""
+        return prompt_blocks(self.body, self.packed)
+
+    @property
+    def session_key(self) -> bytes | None:
+        """The key of the session in the path or the headers, or None. A request with two of them is no session's."""
+        found = {key for key in self.keys if key.startswith(KEY_PREFIX.encode())}
+        if self.path_key is not None:
+            found.add(self.path_key)
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def session_name(self) -> str | None:
+        """Id of a recorded session that the request may name: in the path, in `session_params`, or in X-Session-ID."""
+        if (named := self.parameters.get("session_id")) is not None:
+            return named
+        params = self.fields.session_params
+        if isinstance(params, dict) and isinstance(params.get("id"), str):
+            return str(params["id"])
+        header = self.first.get(SESSION_HEADER.lower().encode())
+        return None if header is None else header.decode("latin-1")
+
+    @property
+    def must_be_session(self) -> bool:
+        """True if a request that names a session which no server has cannot be served as another one."""
+        return (
+            "session_id" in self.parameters
+            or isinstance(self.fields.session_params, dict)
+            or CHILD_HEADER.lower().encode() in self.first
+        )
+
+    @property
+    def hint(self) -> str | None:
+        """Name of the conversation, which should stay with one server."""
+        fields = self.fields
+        named = [fields.session_id, fields.conversation_id]
+        named += [self._text(name) for name in (ROUTING_HEADER.lower().encode(), SESSION_HEADER.lower().encode())]
+        return next((each for each in named if isinstance(each, str) and each), None)
+
+    @property
+    def idempotency(self) -> bytes | None:
+        """Hash of the caller's keys and the Idempotency-Key, or None."""
+        given = self.first.get(_IDEMPOTENCY_HEADER)
+        if given is None:
+            return None
+        return hashlib.blake2b(b"\0".join([*sorted(self.keys), given]), digest_size=16).digest()
+
+    @property
+    def continues_stream(self) -> bool:
+        return b"last-event-id" in self.first
+
+    @property
+    def min_version(self) -> str | None:
+        return self._version(self.fields.min_weight_version, MIN_VERSION_HEADER)
+
+    @property
+    def exact_version(self) -> str | None:
+        return self._version(self.fields.exact_weight_version, EXACT_VERSION_HEADER)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Estimate of the tokens that the request takes."""
+        return (self.packed or len(self.body)) // _BYTES_OF_A_TOKEN + _OUTPUT_TOKENS
+
+    def _version(self, in_body: Any, header: bytes) -> str | None:
+        return str(in_body) if isinstance(in_body, str | int) and in_body != "" else self._text(header)
+
+    def _text(self, header: bytes) -> str | None:
+        value = self.first.get(header)
+        return None if value is None else value.decode("latin-1")
+
+
+def read_fields(body: bytes) -> RoutedFields:
+    """Return the fields of a JSON body. A body that is no JSON object has none: the server refuses it.
+
+    Of a large body, the fields are looked for at both ends, where callers have them. If it may continue a request of a
+    session, the whole body is decoded, because another server would not know the session.
+    """
+    if len(body) > _MOST_DECODED and _PARAMS not in body:
+        found = dict(_NAMED.findall(body[:_ENDS]) + _NAMED.findall(body[-_ENDS:]))
+        return RoutedFields(**{name.decode(): _decoded(value) for name, value in found.items()})
+    try:
+        return msgspec.json.decode(body, type=RoutedFields) if body else RoutedFields()
+    except msgspec.DecodeError:
+        return RoutedFields()
+
+
+def _decoded(value: bytes) -> Any:
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return None
+
+
+class BodyTooLargeError(BadRequestError):
+    """The body has more bytes than the router takes."""
+
+    status_code = 413
+
+
+async def read_body(receive: Receive, scope: Scope, most: int) -> bytes | None:
+    """Return the whole body, or None if the client has left. Raise BodyTooLargeError."""
+    declared = whole_number(first_headers(scope).get(b"content-length", b"").decode("latin-1"), most_digits=20)
+    body, more = Body(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body.add(message.get("body", b""))
+        more = message.get("more_body", False)
+        if max(body.size, declared or 0) > most:
+            raise BodyTooLargeError(f"The body has more than {most} bytes (the router's --max-request-bytes).")
+    return body.whole()

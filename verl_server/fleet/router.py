@@ -1,0 +1,359 @@
+"""`Router`: the ASGI application of `verl-server router`.
+
+It finds the operation of a request, checks the key, and decides which server gets the request, and which one next if
+that server did not do it:
+
+- a turn of a session goes to the server of the session, and is never repeated on another one;
+- other generation goes to a server that serves the demanded version (`placement`). While no server does, the request
+  waits, for a bounded time. If a server refuses it or is lost before any byte of its answer was handed on, the same
+  bytes go to another server;
+- control requests reach all servers, or are refused (`control`);
+- the router answers `/health`, `/ready`, `/metrics` and `/fleet` itself (`status`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+from starlette.types import Receive, Scope, Send
+
+from verl_server.errors import (
+    ServerDiedError,
+    ServerRestartedError,
+    ServerUnavailableError,
+    SessionUnavailableError,
+    UnauthorizedError,
+    VerlServerError,
+)
+from verl_server.fleet.answers import error_answer, unavailable
+from verl_server.fleet.control import TO_ALL, Control
+from verl_server.fleet.keys import RouterKeys
+from verl_server.fleet.members import Fleet, Member, State
+from verl_server.fleet.operations import RoutedOperation
+from verl_server.fleet.placement import Placement
+from verl_server.fleet.relay import EXPECTED_INSTANCE, Client, Outcome, Refusal, Relay
+from verl_server.fleet.requests import RoutedRequest, read_body
+from verl_server.fleet.session_list import listed_sessions
+from verl_server.fleet.sessions import SessionPlaces
+from verl_server.fleet.status import FleetStatus
+from verl_server.fleet.upstream import Headers
+from verl_server.web.keys import sent_keys
+from verl_server.web.resolver import NotServed, Resolver
+from verl_server.web.session_keys import take_session_key
+from verl_server.weight_version import WeightVersion
+
+_RESTARTED = ServerRestartedError.__name__
+_BEHIND = "VersionBehindError"
+_NOT_NOW = frozenset((SessionUnavailableError.__name__, "ServerStoppingError"))
+"""Refusals of a session's turn, of which nothing was done, and which the same server may accept later."""
+
+
+class Router:
+    def __init__(
+        self,
+        fleet: Fleet,
+        keys: RouterKeys,
+        operations: list[RoutedOperation],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet, self._keys, self._clock = fleet, keys, clock
+        self._args = fleet.args
+        self._resolver = Resolver(operations)
+        self.placement = Placement(fleet.args.spill_margin)
+        self.sessions = SessionPlaces(fleet, clock)
+        self._control = Control(fleet)
+        self._relay = Relay(fleet.args.name, self._on_created)
+        self._status = FleetStatus(fleet, self.placement, self.sessions, self._relay.own_headers())
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        path_key = take_session_key(scope)
+        found = self._resolver.find(scope["method"], scope["path"])
+        dialect = "sglang" if isinstance(found, NotServed) else found.operation.dialect
+        try:
+            if self._status.serves(scope):
+                await self._status.answer(scope, receive, send, self._keys)
+                return
+            if isinstance(found, NotServed):
+                await self._forward_unknown(scope, receive, send, target)
+                return
+            await self._serve(scope, receive, send, found.operation, found.parameters, target, path_key)
+        except VerlServerError as error:
+            await self._answer(send, *error_answer(dialect, error))
+
+    async def _forward_unknown(self, scope: Scope, receive: Receive, send: Send, target: bytes) -> None:
+        """Let a server refuse a path that nobody serves, in the shape and with the hints that it has for it."""
+        operation = RoutedOperation(("(not served)",), (scope["method"],), "sglang", "key")
+        await self._serve(scope, receive, send, operation, {}, target, None)
+
+    async def _serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        operation: RoutedOperation,
+        parameters: dict[str, str],
+        target: bytes,
+        path_key: bytes | None,
+    ) -> None:
+        caller = self._keys.caller(scope, operation, has_path_key=path_key is not None)
+        expected = dict(scope["headers"]).get(EXPECTED_INSTANCE)
+        if expected is not None and expected.decode("latin-1") != self._args.name:
+            raise ServerRestartedError(
+                f"The request expects run {expected.decode('latin-1')} of a server, but this is the router of fleet "
+                f"{self._args.name}. Nothing was done."
+            )
+        if self._held > self._args.max_held_bytes:
+            raise ServerUnavailableError("The router holds as many bytes of requests as --max-held-bytes permits.")
+        body = await read_body(receive, scope, self._args.max_request_bytes)
+        if body is None:
+            return
+        request = RoutedRequest(
+            operation,
+            scope["method"],
+            target,
+            list(scope["headers"]),
+            body,
+            parameters,
+            path_key,
+            sent_keys(scope),
+            caller.attached,
+        )
+        client = Client(receive, send)
+        self._held += len(body)
+        try:
+            await self._dispatch(request, client)
+        finally:
+            self._held -= len(body)
+            client.close()
+
+    async def _dispatch(self, request: RoutedRequest, client: Client) -> None:
+        operation = request.operation
+        if operation.access == "control" or operation.name in TO_ALL:
+            self._control.check(request)
+            reached = await self._control.send_to_all(request, self._relay.sent(request))
+            await self._answer(
+                client.send, reached.status, self._relay.returned(reached.headers, reached.member), reached.body
+            )
+        elif operation.name == "/sessions" and request.method == "GET":
+            answer = await listed_sessions(self._fleet, self.sessions, request, self._relay.sent(request))
+            await self._answer(client.send, *answer)
+        elif (home := await self._home(request)) is not None:
+            await self._to_home(request, client, home)
+        else:
+            await self._to_any(request, client)
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    async def _home(self, request: RoutedRequest) -> str | None:
+        """Return the server of the session to which the request belongs, or None if it belongs to none.
+
+        Raise SessionUnavailableError if a server that may have the session does not answer.
+        """
+        operation = request.operation
+        if not (
+            operation.in_session or operation.access in ("owner", "local_owner") or operation.name == "/close_session"
+        ):
+            return None
+        if (key := request.session_key) is not None:
+            url = await self.sessions.of_key(key)
+            if url is None:
+                raise UnauthorizedError(
+                    "Unauthorized: the session key of this request is of no session that the servers have. A session "
+                    "that was deleted or has expired has no key."
+                )
+            return url
+        if operation.name in ("/sessions", "/open_session"):
+            name = request.fields.id
+            return (
+                await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=True)
+                if isinstance(name, str) and name
+                else None
+            )
+        name = request.session_name
+        if name is None or not (request.keys or request.must_be_session):
+            return None
+        url = await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=not request.must_be_session)
+        if request.method == "DELETE" and url is not None:
+            self.sessions.ended(name)
+        return url
+
+    def _on_created(self, request: RoutedRequest, member: Member, body: bytes) -> None:
+        if request.operation.name in ("/sessions", "/open_session"):
+            self.sessions.created(member.url, body)
+
+    async def _to_home(self, request: RoutedRequest, client: Client, url: str) -> None:
+        """Send a request of a session to its server. Wait for the server, but never repeat what it may have begun."""
+        member = self._fleet.member(url)
+        if member is None:
+            raise SessionUnavailableError(f"The session lives on {url}, which the router does not serve any more.")
+        deadline = self._clock() + self._args.hold_seconds
+        last: Refusal | None = None
+        while not client.has_left:
+            if member.takes_turns:
+                outcome = await self._relay.attempt(request, member, client)
+                if outcome.delivered:
+                    return
+                self._note(member, outcome)
+                last = outcome.refusal or last
+                if outcome.lost is not None and outcome.was_sent:
+                    raise SessionUnavailableError(
+                        f"The server of the session broke the connection. It keeps the turn if it was complete: repeat "
+                        f"the request. ({outcome.lost})"
+                    )
+                if outcome.refusal is not None and outcome.refusal.error not in (*_NOT_NOW, _RESTARTED):
+                    break
+            if not await self._wait(client, deadline):
+                break
+        await self._refuse(
+            client,
+            last,
+            unavailable(True, f"The server of the session is {member.state}. {member.reason} Retry later."),
+        )
+
+    # -- any server ----------------------------------------------------------------------------------------------
+
+    async def _to_any(self, request: RoutedRequest, client: Client) -> None:
+        """Send a request to a server that may get it. If the server did not do it, try the next one."""
+        deadline = self._clock() + (self._args.hold_seconds if request.operation.generates else 0.0)
+        tried: set[str] = set()
+        last: Refusal | None = None
+        lost: ServerDiedError | None = None
+        while not client.has_left:
+            candidates = [each for each in await self._candidates(request) if each.url not in tried]
+            if (
+                not candidates
+                and tried
+                and lost is None
+                and last is not None
+                and last.error not in (_RESTARTED, _BEHIND)
+            ):
+                break  # all of them refuse it, for example because their queues are full
+            if candidates:
+                member = self.placement.choose(request, candidates)
+                outcome = await self._relay.attempt(request, member, client)
+                if outcome.delivered:
+                    return
+                self._note(member, outcome)
+                last, lost = outcome.refusal or last, outcome.lost
+                tried.add(member.url)
+                self.placement.counts["repeated"] += 1
+                if self._is_final(request, outcome):
+                    break
+                if outcome.refusal is not None and outcome.refusal.error in (_RESTARTED, _BEHIND):
+                    await self._fleet.look_now([member])
+                continue
+            tried.clear()
+            if not await self._wait(client, deadline):
+                break
+        message = (
+            self._why_none(request) if lost is None else f"No server could be reached that may get the request. {lost}"
+        )
+        await self._refuse(client, last, unavailable(False, message))
+
+    async def _candidates(self, request: RoutedRequest) -> list[Member]:
+        """Return the servers that may get a request, by their states and the version that it demands."""
+        healthy = self._fleet.healthy
+        if (key := self.placement.keyed_owner(request, self._args.server)) is not None:
+            owner = [member for member in healthy if member.url == key]
+            return owner if owner or request.continues_stream else healthy
+        if not request.operation.generates and request.operation.access != "owner":
+            return healthy[:1] or healthy  # the same one each time, so that versions do not jump
+        demand = request.exact_version or request.min_version
+        if demand is None or not healthy:
+            return healthy
+        fitting = [member for member in healthy if self._fits(member, request)]
+        if fitting and self._is_admitted(request):
+            return fitting
+        if not fitting:
+            await self._fleet.look_now()
+            fitting = [member for member in self._fleet.healthy if self._fits(member, request)]
+        # If no server has it, one of them says whether it is to come or is gone for good.
+        return fitting if fitting and self._is_admitted(request) else ([] if fitting else self._fleet.healthy[:1])
+
+    @staticmethod
+    def _fits(member: Member, request: RoutedRequest) -> bool:
+        if request.exact_version is not None:
+            return member.version == request.exact_version
+        return _reaches(member.version, request.min_version or "")
+
+    def _is_admitted(self, request: RoutedRequest) -> bool:
+        """Return True if all servers that count have the demanded version, or a later one."""
+        demand, committed = request.exact_version or request.min_version or "", self._fleet.versions.committed
+        return (
+            committed is None
+            or committed == demand
+            or _reaches(committed, demand)
+            or WeightVersion.parse(demand) is None
+        )
+
+    @staticmethod
+    def _is_final(request: RoutedRequest, outcome: Outcome) -> bool:
+        """Return True if the outcome must reach the client: another server would not do better, or must not try."""
+        refusal = outcome.refusal
+        if refusal is not None:
+            return refusal.status == 409 and refusal.error != _BEHIND
+        is_safe = request.operation.generates or request.method in ("GET", "HEAD")
+        return outcome.was_sent and not is_safe
+
+    def _why_none(self, request: RoutedRequest) -> str:
+        states = "; ".join(
+            f"{member.url} is {member.state}: {member.reason}"
+            for member in self._fleet.members
+            if member.state != State.HEALTHY
+        )
+        demand = request.exact_version or request.min_version
+        if demand is not None and self._fleet.healthy:
+            committed = self._fleet.versions.committed
+            return f"The fleet serves version {committed!r}, and the request demands {demand!r}. {states}"
+        return f"No server is healthy. {states}"
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def _note(self, member: Member, outcome: Outcome) -> None:
+        if outcome.lost is not None:
+            self._fleet.suspect(member, str(outcome.lost))
+        elif outcome.refusal is not None and outcome.refusal.error in (_RESTARTED, "ServerStoppingError"):
+            member.wake.set()
+
+    async def _wait(self, client: Client, deadline: float) -> bool:
+        """Wait for a change of the fleet. Return False at the deadline, or if the client has left."""
+        left = deadline - self._clock()
+        if left <= 0:
+            return False
+        await client.first_of(self._fleet.changed(left))
+        return not client.has_left
+
+    async def _refuse(self, client: Client, refusal: Refusal | None, error: VerlServerError) -> None:
+        """Answer with the refusal of a server, or with the router's own error if no server has answered."""
+        if client.has_left:
+            return
+        if refusal is None or refusal.error == _RESTARTED:
+            raise error
+        await self._answer(client.send, refusal.status, refusal.headers, refusal.body)
+
+    async def _answer(self, send: Send, status: int, headers: Headers, body: bytes) -> None:
+        names = {name.lower() for name, _ in headers}
+        own = [header for header in self._relay.own_headers() if header[0] not in names]
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _reaches(label: str | None, demand: str) -> bool:
+    """Return True if a version is the demanded one, or a later one of its incarnation."""
+    if label == demand:
+        return True
+    version = None if label is None else WeightVersion.parse(label)
+    wanted = WeightVersion.parse(demand)
+    if version is None or wanted is None or version.incarnation != wanted.incarnation:
+        return False
+    return version >= wanted
