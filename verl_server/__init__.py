@@ -29,7 +29,10 @@ if TYPE_CHECKING:
         UnknownRegistrationError,
         UpdateConflictError,
         VerlServerError,
+        VersionBehindError,
+        VersionSupersededError,
         WeightUpdateError,
+        WeightVersionError,
     )
     from verl_server.sampling_params import SamplingParams
     from verl_server.server.launch import launch_server, launch_server_from_verl_engine
@@ -59,8 +62,11 @@ __all__ = [
     "UpdateConflictError",
     "VerlEngine",
     "VerlServerError",
+    "VersionBehindError",
+    "VersionSupersededError",
     "WeightUpdateError",
     "WeightVersion",
+    "WeightVersionError",
     "launch_server",
     "launch_server_from_verl_engine",
     "new_incarnation",

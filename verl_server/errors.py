@@ -17,6 +17,9 @@ adapter raise the same class. A message says what is wrong, where, and how to fi
     │   ├── SessionLimitError        403  the session has used what its limits allow
     │   ├── SessionExistsError       409  another session has this id
     │   └── IdempotencyConflictError 409  the idempotency key came before with another body
+    ├── WeightVersionError     409  the server does not serve the weight version that the request demands
+    │   ├── VersionBehindError       409  not yet: retry, or ask another server
+    │   └── VersionSupersededError   409  never again: do not retry
     ├── WeightUpdateError      400  the server refused an update and still serves the old weights
     │   ├── UnknownRegistrationError 404  the server does not have this registration: send the description
     │   └── UpdateConflictError      409  another transaction is open, or the caller's transaction is closed
@@ -138,6 +141,24 @@ class IdempotencyConflictError(SessionError):
     status_code = 409
 
 
+class WeightVersionError(VerlServerError):
+    """The server does not serve the weight version that the request demands. No token was sampled."""
+
+    status_code = 409
+
+
+class VersionBehindError(WeightVersionError):
+    """The server does not serve the demanded weight version yet. Retry, or send the request to another server."""
+
+    code = "weight_version_behind"
+
+
+class VersionSupersededError(WeightVersionError):
+    """The demanded weight version was superseded: this run of the server will not serve it again. Do not retry."""
+
+    code = "weight_version_superseded"
+
+
 class WeightUpdateError(VerlServerError):
     """The server refused an update and still serves the old weights."""
 
@@ -191,8 +212,9 @@ def error_for_status(
 
     `code` is the error's code in a body. The code of a class wins over the status. The error keeps any other name.
     """
-    if code == ContextLengthError.code:
-        return ContextLengthError(message)
+    for named in (ContextLengthError, VersionBehindError, VersionSupersededError):
+        if code == named.code:
+            return named(message)
     kinds: dict[int, type[VerlServerError]] = {
         412: ServerRestartedError,
         503: ServerUnavailableError,

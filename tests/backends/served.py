@@ -105,17 +105,20 @@ class Served:
         body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "timeout": 60.0}
         return self.adapter.generate(**(body | fields))
 
-    def begin(self, pool: ThreadPoolExecutor, prompt: list[int] = PROMPT, *, tokens: int = RUNNING) -> Future[Any]:
+    def begin(
+        self, pool: ThreadPoolExecutor, prompt: list[int] = PROMPT, *, tokens: int = RUNNING, **fields: Any
+    ) -> Future[Any]:
         """Return a running request that has a token."""
         started = threading.Event()
-        request = pool.submit(self._stream, prompt, tokens, started.set)
+        request = pool.submit(self._stream, prompt, tokens, started.set, **fields)
         assert started.wait(60), "the request got no token"
         return request
 
-    def _stream(self, prompt: list[int], tokens: int, on_token: Callable[[], None]) -> dict[str, Any]:
+    def _stream(self, prompt: list[int], tokens: int, on_token: Callable[[], None], **fields: Any) -> dict[str, Any]:
         replies: list[dict[str, Any]] = []
         # Each frame has all tokens so far: a frame for each token would keep the CPU from everything else.
-        for reply in self.generate(prompt, tokens=tokens, stream=True, sampling_params={"stream_interval": 50}):
+        params = {"stream_interval": 50}
+        for reply in self.generate(prompt, tokens=tokens, stream=True, sampling_params=params, **fields):
             replies.append(reply)
             on_token()
         return replies[-1]

@@ -129,9 +129,10 @@ class Harness:
             self.driver.step()
         self.backend.advance()
 
-    def request(self, rid: str, tokens: int = 4, prompt: int = 3) -> None:
+    def request(self, rid: str, tokens: int = 4, prompt: int = 3, demand: str = "") -> None:
         sampling = SamplingParams(max_new_tokens=tokens)
-        self.backend.handle(TokenizedGenerateReq(rid=rid, input_ids=[7] * prompt, sampling=sampling))
+        req = TokenizedGenerateReq(rid=rid, input_ids=[7] * prompt, sampling=sampling, weight_demand=demand)
+        self.backend.handle(req)
 
     def control(self, kind: Callable[..., Any], **fields: Any) -> int:
         self._ids += 1
@@ -210,6 +211,40 @@ def test_each_token_has_the_version_that_computed_it(harness: Harness, mode: Any
     assert {version for token, version in tokens if token == 1} == {"one"}
     assert harness.driver.retractions == (mode == "retract")
     assert not harness.driver.held
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_demand_ends_a_request_at_the_border(harness: Harness, mode: Any) -> None:
+    """Also a request of which the engine has computed no token yet: it must not start again under the new version."""
+    harness.request("running", tokens=40, demand="default")
+    harness.request("other", tokens=4)
+    for _ in range(3):
+        harness.turn()
+    harness.request("begun", demand="default")
+    harness.turn(step=False)
+    assert "begun" in harness.driver.live
+    before = len(harness.driver.keys)
+    assert harness.reply(harness.update(1.0, mode=mode, weight_version="one"), step=False).success
+    for rid, tokens in (("running", 2), ("begun", 0)):
+        end = harness.end(rid)
+        assert (end.type, end.status_code, end.at_border) == ("abort", 409, True)
+        assert end.code == "weight_version_superseded"
+        assert harness.tokens(rid) == [(0, "default")] * tokens
+    assert list(harness.driver.live) == ["other"] and len(harness.driver.keys) == before
+    for _ in range(4):
+        harness.turn()
+    assert harness.tokens("other")[-1] == (1, "one")
+
+
+def test_a_demand_is_judged_on_arrival(harness: Harness) -> None:
+    assert harness.reply(harness.update(1.0, weight_version="one")).success
+    for rid, demand, code in (("old", "default", "superseded"), ("new", "two", "behind")):
+        harness.request(rid, demand=demand)
+        assert harness.end(rid).code == f"weight_version_{code}"
+    harness.request("now", tokens=1, demand="one")
+    for _ in range(3):
+        harness.turn()
+    assert harness.tokens("now") == [(1, "one")]
 
 
 def test_wait_starts_nothing_before_the_running_requests_have_ended(harness: Harness) -> None:

@@ -13,7 +13,13 @@ from tests.backends.conftest import UNREAD
 from tests.backends.served import DEVICE, LONG_PROMPT, PACKS_WEIGHTS, PROMPT, RUNNING, Served
 from tests.parity.harness import random_prompt
 from tests.waiting import eventually
-from verl_server import BadRequestError, ServerUnavailableError, WeightUpdateError
+from verl_server import (
+    BadRequestError,
+    ServerUnavailableError,
+    VersionBehindError,
+    VersionSupersededError,
+    WeightUpdateError,
+)
 from verl_server.weight_sync.checksum import tensor_checksum
 from verl_server.weight_sync.group.broadcast import broadcast_weights, init_weights_update_group
 
@@ -116,6 +122,40 @@ def test_prompts_of_several_chunks_while_weights_change(fresh: Served, mode: Any
             fresh.push(i % 2, mode, fate)
         for prompt, reply in zip(prompts, replies, strict=True):
             fresh.judge(prompt, reply.result(120))
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_request_for_one_version_ends_where_the_next_version_begins(fresh: Served, mode: Any) -> None:
+    fate: Any = {"in_place": "kept", "retract": "recomputed"}[mode]
+    demanded = fresh.push(0)
+    with ThreadPoolExecutor(1) as pool:
+        running = fresh.begin(pool, tokens=2 * RUNNING, exact_weight_version=demanded)
+        served = fresh.push(1, mode, fate)
+        reply = running.result(60)
+    meta = reply["meta_info"]
+    assert fresh.judge(PROMPT, reply) == [demanded] == [meta["weight_version"]] == [meta["weight_version_start"]]
+    assert 0 < meta["output_token_logprobs_length"] == len(reply["output_ids"]) < 2 * RUNNING
+    assert (meta["finish_reason"]["type"], meta["finish_reason"]["status_code"]) == ("abort", 409)
+    assert f"exact_weight_version={demanded!r}" in meta["finish_reason"]["message"]
+    with pytest.raises(VersionSupersededError, match=f"serves {served!r}"):
+        fresh.generate(exact_weight_version=demanded)
+    with pytest.raises(VersionBehindError, match=f"serves {served!r}"):
+        fresh.generate(exact_weight_version="a version of tomorrow")
+    assert fresh.judge(PROMPT, fresh.generate(exact_weight_version=served)) == [served]
+
+
+def test_a_waiting_request_for_a_superseded_version_gets_an_error(fresh: Served) -> None:
+    demanded = fresh.push(0)
+    fresh.adapter.pause_generation("in_place")
+    with ThreadPoolExecutor(2) as pool:
+        demanding = pool.submit(fresh.generate, exact_weight_version=demanded)
+        other = pool.submit(fresh.generate)
+        assert eventually(lambda: fresh.adapter.get_internal_state()["num_waiting_reqs"] == 2)
+        served = fresh.push(1)
+        with pytest.raises(VersionSupersededError):
+            demanding.result(60)
+        fresh.adapter.continue_generation()
+        assert fresh.judge(PROMPT, other.result(60)) == [served]
 
 
 def test_abort_ends_running_requests(fresh: Served) -> None:

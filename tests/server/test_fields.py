@@ -113,6 +113,7 @@ VALUES: dict[str, Any] = {
     "method": "check_health",
     "args": [],
     "structural_tag": STRUCTURAL_TAG,
+    "exact_weight_version": "default",
 }
 """Field -> a sensible value. Others have a value of their type."""
 MASK = {"return_sampling_mask": True, "sampling_params": {"max_new_tokens": 2, "top_k": 4}}
@@ -159,6 +160,7 @@ ELSEWHERE = {
     "chat_template": "tests/chat: only templates that the operator listed are accepted",
     "previous_response_id": "tests/server/sessions: it names a response of a session",
     "prompt_lengths": "tests/server/test_packed_prompt.py: it needs a header",
+    "min_weight_version": "tests/server/test_version_contract.py: the server must serve a version with a number",
     "session_params": "tests/server/sessions: it names a session",
     "update_info": "tests/server/dialects/vllm: the transfer must be initialized before",
 }

@@ -23,6 +23,8 @@ from verl_server.messages.io_struct import (
 )
 from verl_server.messages.results import GenerateResult, InternalState, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server_args import ServerArgs
+from verl_server.version_demand import EXACT_FIELD, MIN_FIELD
+from verl_server.weight_version import label_of
 
 Result = GenerateResult | list[GenerateResult]
 """One result, or a list for several prompts and for one prompt with `n` above 1."""
@@ -243,7 +245,8 @@ def generate_body(
     """
     check_names(options, GenerateOptions, "generate")
     _check_finite("sampling_params", sampling_params)
-    fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
+    demands = {name: label_of(options.get(name)) for name in (MIN_FIELD, EXACT_FIELD)}
+    fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options, **demands}
     return {key: _plain(value) for key, value in fields.items() if value is not None and value is not False}
 
 

@@ -32,6 +32,7 @@ from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS,
 from verl_server.engine.http_connection import Answer, HttpConnections
 from verl_server.engine.server_instance import ServerInstance
 from verl_server.errors import (
+    BadRequestError,
     ControlTimeoutError,
     ServerDiedError,
     ServerUnavailableError,
@@ -42,6 +43,7 @@ from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.messages.columns import MSGPACK, unpack
 from verl_server.messages.io_struct import INSTANCE_HEADER
 from verl_server.messages.results import GenerateResult, ServerInfo
+from verl_server.version_demand import EXACT_FIELD, MIN_FIELD
 
 _GENERATE = "/generate"
 CLOSE_SESSION = "/close_session"
@@ -141,6 +143,12 @@ class HttpTransport:
         body = ask_for_columns(body)
         if self._instance.id is None:  # a server of another project may understand something else by a session
             body.pop("session_id", None)
+            for name in (MIN_FIELD, EXACT_FIELD):
+                if name in body:
+                    raise BadRequestError(
+                        f"{name} needs a verl-server: the server at {self._url} would ignore the demand. Leave the "
+                        "option unset."
+                    )
         content, headers = json_request(body) if self._instance.id is None else generate_content(body)
         return content, headers | {"Accept": MSGPACK}
 

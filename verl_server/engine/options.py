@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from verl_server.errors import BadRequestError
 from verl_server.messages.weight_requests import UpdateMode
+from verl_server.weight_version import AnyVersion
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -48,6 +49,12 @@ class GenerateOptions(TypedDict, total=False):
     """Requests of a larger priority leave the waiting queue first; default: 0."""
     truncate_prompt_tokens: int | None
     """Keep only this many tokens at the end of each prompt; -1: as many as the model can serve."""
+    min_weight_version: AnyVersion | None
+    """Sample every token with this weight version or a later one of its incarnation, or raise VersionBehindError or
+    VersionSupersededError. A free label has no order, and is refused."""
+    exact_weight_version: AnyVersion | None
+    """Sample every token with the weights of this label, or raise VersionBehindError or VersionSupersededError. If
+    another version comes while the request runs, the output ends there, with finish_reason.type "abort"."""
     image_data: Any
     """Not supported: an error when it is set. The name is SGLang's."""
     lora_path: str | list[str] | None

@@ -79,6 +79,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
     session_id: str = ""
     """Session of which the request is a turn; "" if none is known. The prefix cache estimates from the earlier turns of
     the session for how long to keep its history."""
+    weight_demand: str = ""
+    """The weights that must sample every token: a demand as in `version_demand`, "" for any weights."""
 
 
 class GrammarTokenizer(msgspec.Struct, tag=True, kw_only=True):
@@ -135,11 +137,15 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
     """abort: HTTP status of an error; None if the caller aborted the request (answered 200 with partial output)."""
     code: str | None = None
     """abort: `VerlServerError.code` of the error."""
+    at_border: bool = False
+    """abort: the weight version changed, and the request's demand excludes the new one. In spite of `status_code`, the
+    output so far is a complete answer, unless it is empty."""
 
     @classmethod
-    def refused(cls, error: VerlServerError) -> FinishReason:
+    def refused(cls, error: VerlServerError, at_border: bool = False) -> FinishReason:
         """Return the end of a request that `error` refuses."""
-        return cls(type="abort", message=str(error), status_code=error.status_code, code=error.code)
+        status_code, code = error.status_code, error.code
+        return cls(type="abort", message=str(error), status_code=status_code, code=code, at_border=at_border)
 
 
 class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):
@@ -282,6 +288,9 @@ class ControlReply(msgspec.Struct, tag=True, kw_only=True):
     """HTTP status if `success` is false."""
     payload: Any = None
     """JSON-like result, for requests that have one."""
+    weights_refusal: str | None = None
+    """The reason why the weights cannot serve after this request. None if they can, and in a transaction, which holds
+    requests instead of refusing them."""
 
 
 SchedulerInput = (

@@ -59,6 +59,9 @@ class MetaInfo(TypedDict):
     """Always 0. SGLang's clients read it."""
     weight_version: str
     """Weight version of the newest output token: a label as in `VersionSpan`."""
+    weight_version_start: NotRequired[str]
+    """Weight version of the first output token; `weight_version` if there is no token. Servers of other projects do not
+    report it."""
     weight_versions: NotRequired[list[VersionSpan]]
     """Weight versions of all output tokens, in their order. Present when the sample has ended."""
     num_retractions: int
@@ -286,6 +289,22 @@ class ServerInfo(TypedDict, total=False):
     """Version of this package."""
     frontend: str
     """Always "python"."""
+
+
+class ServedVersion(TypedDict):
+    """Answer of `/weight_version`."""
+
+    weight_version: str
+    """Version label of the served weights."""
+    since: float
+    """Unix time at which this label was activated, in seconds; of the start for the loaded weights."""
+    instance_id: str
+    """Random id of this run of the server. A restart changes it."""
+    weights_confirmed: bool
+    """True if, since the start, an update contained every parameter or the owner called `accept_restart`."""
+    accepts: bool
+    """False before the first request of the start was answered, and while the weights cannot serve: torn, not loaded or
+    released, as far as the last reply of the scheduler said."""
 
 
 class ModelInfo(TypedDict):

@@ -63,6 +63,10 @@ class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn's own seed depends on this one, on its prompt, and on the number of earlier samples of the prompt."""
     streaming: bool = False
     """A `/generate` request whose `session_params` name no request continues the last one, as in SGLang."""
+    min_weight_version: str | None = None
+    """`min_weight_version` of `/generate`, for requests that state no demand on the weight version."""
+    exact_weight_version: str | None = None
+    """`exact_weight_version` of `/generate`, for requests that state no demand on the weight version."""
 
 
 class CreatedSession(msgspec.Struct, frozen=True):

@@ -125,6 +125,7 @@ class Req:
         "token_ids",
         "turn",
         "wants_candidates",
+        "weight_demand",
     )
 
     def __init__(self, message: TokenizedGenerateReq, arrival: int, max_new_tokens: int, seed: int) -> None:
@@ -144,6 +145,8 @@ class Req:
         """
         self.turn = 0
         """Number of the turns that the request continues, as far as it is known."""
+        self.weight_demand = message.weight_demand
+        """Demand on the weight version that samples every token, "" for any version."""
         self.namespace = message.namespace
         """Namespace of the prefix cache."""
         self.prompt_ids = message.input_ids

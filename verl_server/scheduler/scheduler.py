@@ -230,6 +230,8 @@ class Scheduler:
         refusal = self.worker.weights.refusal()
         if refusal is not None and not self.control.holds_generation:
             return _refused(503, refusal)
+        if (superseded := self.control.border.refusal(message.weight_demand)) is not None:
+            return superseded
         bound = self.server_args.max_queued_requests
         if bound is not None and len(self.planner.waiting) + len(self.grammars.waiting) >= bound:
             return _refused(503, "The request queue is full.")
@@ -247,6 +249,12 @@ class Scheduler:
         """End every live request with the output that it has so far."""
         for req in list(self.requests.values()):
             self._abort(req, message, status_code)
+
+    def demands(self) -> list[tuple[str, str]]:
+        return [(req.rid, req.weight_demand) for req in self.requests.values() if req.weight_demand]
+
+    def end_request(self, rid: str, reason: FinishReason) -> None:
+        self._end(self.requests[rid], reason)
 
     def _abort(self, req: Req, message: str, status_code: int | None, *, cache: bool = True) -> None:
         if status_code is None and not req.started:

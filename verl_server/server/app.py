@@ -41,6 +41,7 @@ from verl_server.server.http.responses import ClientDisconnectedError
 from verl_server.server.http.routing import Dispatch, RouteMiddleware, error_answer
 from verl_server.server.http.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.http.unknown_fields import UnknownFieldsMiddleware
+from verl_server.server.http.version_headers import VersionHeadersMiddleware
 from verl_server.server.openapi import DescriptionApi
 from verl_server.server.replay.middleware import ReplayMiddleware
 from verl_server.server.sessions.access import SessionPathMiddleware
@@ -72,7 +73,8 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
         most_body=server_args.max_request_bytes,
         cumulative_events=not server_args.incremental_streaming_output,
     )
-    guarded = InstanceMiddleware(AuthMiddleware(replaying, rules, sessions.ledger.table), manager.instance_id)
+    versioned = VersionHeadersMiddleware(replaying, lambda: manager.controls.weight_version)
+    guarded = InstanceMiddleware(AuthMiddleware(versioned, rules, sessions.ledger.table), manager.instance_id)
     counted = AnswerCountMiddleware(guarded, manager.metrics)
     return SessionPathMiddleware(RouteMiddleware(counted, mounted))
 

@@ -23,6 +23,7 @@ from verl_server.server.limits import Limits
 from verl_server.server.session_hints import hint_id
 from verl_server.server.text.stop_regex import StopRegexes
 from verl_server.server.text.text_tools import Ids, Job, ModelBounds, TextTools
+from verl_server.version_demand import read_demand
 from verl_server.web.json_body import given_fields, names_of_unknown, parse_json
 from verl_server.web.json_convert import read_struct
 
@@ -109,6 +110,13 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     """The same as `session_id`, for prompts without one."""
     session_params: SessionParams | None = None
     """Continue a request of a session with the tokens of this prompt. The session records them."""
+    min_weight_version: str | None = None
+    """Sample every token with this weight version, NUMBER@INCARNATION, or a later one of its incarnation. 409 if the
+    server does not serve one. It precedes the header `X-Verl-Min-Weight-Version`, which precedes the session's
+    default."""
+    exact_weight_version: str | None = None
+    """Sample every token with the weights of this label, or answer 409. If another version comes while the request
+    runs, the output ends there. Not with `min_weight_version`. Its header is `X-Verl-Exact-Weight-Version`."""
     columnar: bool = False
     """Return token ids and log-probabilities as arrays (`verl_server.messages.columns`). SGLang ignores this field."""
 
@@ -125,7 +133,13 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
                 "session_id and session_params cannot both be set. session_params names a recorded session; leave "
                 "session_id out."
             )
+        read_demand(request.min_weight_version, request.exact_weight_version)
         return request
+
+    @property
+    def weight_demand(self) -> str:
+        """The demand on the weight version (`version_demand`), or "" if the body states none. Raise BadRequestError."""
+        return read_demand(self.min_weight_version, self.exact_weight_version)
 
     @property
     def is_single(self) -> bool:

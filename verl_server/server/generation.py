@@ -73,7 +73,7 @@ class Generation:
                         self._builder = asyncio.create_task(self._build())
         if state.stream:
             self._updated[i] = state
-        if state.done and (state.stream or not self._running or failure(state) is not None):
+        if state.done and (state.stream or not self._running or self._failure(state) is not None):
             self._wake.set()
         elif state.stream and self._timer is None and not self._wake.is_set():
             self._wake_later()
@@ -91,7 +91,7 @@ class Generation:
         """Wait until all samples are done. Raise the error of a failed sample without waiting for the others."""
         await self._wake.wait()
         for state in self.states:
-            if (error := failure(state)) is not None:
+            if (error := self._failure(state)) is not None:
                 raise error
         if self.turns is not None:
             for state in self.states:
@@ -144,7 +144,7 @@ class Generation:
                 await state.write_candidates()
                 if state.done:  # the sample may have ended during the await
                     pending.discard(i)
-                    if (error := failure(state)) is not None:
+                    if (error := self._failure(state)) is not None:
                         raise error
                     if self.turns is not None:
                         await self.turns.commit(state)
@@ -161,6 +161,16 @@ class Generation:
             if len(self.states) > 1:
                 frame["index"] = i
             yield frame
+
+    def _failure(self, state: ReqState) -> Exception | None:
+        """Return the error of a sample, for which the whole call fails, or None.
+
+        A push may end samples that have no token yet. They are empty if another sample of the call has tokens.
+        """
+        error = failure(state)
+        if error is not None and _ended_at_border(state) and any(other.output_ids for other in self.states):
+            return None
+        return error
 
     def _end_timer(self) -> None:
         if self._timer is not None:
@@ -182,11 +192,19 @@ class Generation:
 def failure(state: ReqState) -> Exception | None:
     """Return the error of a sample that has no result, or None.
 
-    There is no result if the scheduler died, or if it refused the sample (an abort with an HTTP status).
+    There is no result if the scheduler died, or if it refused the sample (an abort with an HTTP status). A sample that
+    a push ended has one if it has tokens.
     """
     if state.error is not None:
         return state.error
     reason = state.finish_reason
+    if _ended_at_border(state) and state.output_ids:
+        return None
     if reason is not None and reason.type == "abort" and reason.status_code is not None:
         return error_for_status(reason.status_code, reason.message or "Aborted", code=reason.code)
     return None
+
+
+def _ended_at_border(state: ReqState) -> bool:
+    """Return True if a push ended the sample, because its demand excludes the new version."""
+    return state.finish_reason is not None and state.finish_reason.at_border

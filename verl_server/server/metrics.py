@@ -104,6 +104,10 @@ class Metrics:
             registry=self.registry,
         )
         self._pushes = {source: pushes.labels(**self._labels, source=source) for source in PUSH_SOURCES}
+        prepared = "Time from the arrival of a weight update until every rank had staged it; 0 for a push by id"
+        self._prepared = histogram("verl_server:weight_prepare_seconds", prepared, _LATENCY)
+        held = "Time without a step because of a weight update or a transaction"
+        self._held = histogram("verl_server:weight_pause_seconds", held, _LATENCY)
         failures = counter("verl_server:weight_push_failures", "Calls of weight pushes that failed", ("endpoint",))
         self._push_failures = {route: failures.labels(**self._labels, endpoint=route) for route in PUSH_ROUTES}
         last = "Unix time of the last weight push that succeeded"
@@ -166,6 +170,14 @@ class Metrics:
         """Count a weight push that succeeded. `source` is one of `PUSH_SOURCES`."""
         self._pushes[source].observe(seconds)
         self._last_push.labels(**self._labels).set(time.time())
+
+    def weights_prepared(self, seconds: float) -> None:
+        """Count the preparation of an update."""
+        self._prepared.observe(seconds)
+
+    def generation_held(self, seconds: float) -> None:
+        """Count the pause of generation for an update or a transaction."""
+        self._held.observe(seconds)
 
     def push_failed(self, route: str) -> None:
         """Count a call of a weight push that failed. `route` is one of `PUSH_ROUTES`."""

@@ -126,7 +126,8 @@ class ReqState:
         """Add entry `i` of a message. Afterwards, `finish_reason` or `error` is set if the sample is done."""
         tokens, reason = out.output_ids[i], out.finish_reasons[i]
         version = out.weight_version
-        self.weight_version = version
+        if tokens or not self._versions:  # a request that ends at a push has no token of the new version
+            self.weight_version = version
         self.cached_tokens = out.cached_tokens[i]
         self.num_retractions = out.num_retractions[i]
         if out.prompt_logprobs:
@@ -196,6 +197,11 @@ class ReqState:
         return self.decode(self._shown_ids())
 
     @property
+    def weight_version_start(self) -> str:
+        """Weight version of the first output token; that of the end if there is no token."""
+        return self._versions[0][0] if self._versions else self.weight_version
+
+    @property
     def weight_versions(self) -> list[dict[str, Any]]:
         """Spans [start, end) of the output tokens. All tokens of a span were sampled under one weight version."""
         starts = [start for _, start in self._versions] + [len(self.output_ids)]
@@ -257,6 +263,7 @@ class ReqState:
             "cached_tokens_details": {"device": self.cached_tokens, "host": 0},
             "reasoning_tokens": 0,
             "weight_version": self.weight_version,
+            "weight_version_start": self.weight_version_start,
             "num_retractions": self.num_retractions,
             "dp_rank": 0,
             "e2e_latency": (self.finished or time.monotonic()) - self.created,

@@ -22,6 +22,7 @@ from verl_server.messages.io_struct import (
     FlushCacheReq,
     GetInternalStateReq,
     PauseGenerationReq,
+    ProfileReq,
     SchedulerInput,
     WithdrawReq,
 )
@@ -35,6 +36,7 @@ from verl_server.messages.weight_requests import (
 from verl_server.server.pause_watch import Pause
 from verl_server.server.weight_pushes import WeightPushes
 from verl_server.server_args import ServerArgs
+from verl_server.version_demand import ServedVersions
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,10 @@ class ControlCalls:
         """
         self.pause: Pause | None = None
         """The current pause of generation."""
-        self.weight_version = server_args.loaded_version
+        self.versions = ServedVersions(server_args.loaded_version)
+        """The label of the weights that the server serves, as far as its replies say, and the earlier labels."""
+        self.weights_refusal: str | None = None
+        """The reason why the weights cannot serve, by the last reply. None if they can."""
         self.weights_confirmed = False
         """True after an update has written every parameter, or after the owner has accepted the weights that the server
         loaded at its start (`accept_restart`).
@@ -124,6 +129,8 @@ class ControlCalls:
             return
         call = self._calls.pop(reply.id)
         req, future = call.req, call.future
+        if not isinstance(req, ProfileReq):  # these replies know nothing of the weights
+            self.weights_refusal = reply.weights_refusal
         self._pushes.note(req, reply, call.sent, call.in_transaction)
         if reply.success:
             self._note_success(req, reply)
@@ -138,6 +145,11 @@ class ControlCalls:
         for call in calls.values():
             if not call.future.done():
                 call.future.set_exception(error())
+
+    @property
+    def weight_version(self) -> str:
+        """The label of the weights that the server serves."""
+        return self.versions.current
 
     @property
     def is_paused(self) -> bool:
@@ -188,7 +200,7 @@ class ControlCalls:
         if "lease_seconds" in payload:
             self._transaction_end = time.monotonic() + float(payload["lease_seconds"])
         if "weight_version" in payload:
-            self.weight_version = str(payload["weight_version"])
+            self.versions.note(str(payload["weight_version"]))
             self.weights_confirmed |= payload.get("not_covered", {}).get("count") == 0
 
     def _note_pause(self, mode: str) -> None:

@@ -49,11 +49,12 @@ class Submission:
         self._encode = encode
 
     async def samples(
-        self, read: ReadRequest, write: Write | None, session_id: str, slices: Slices
+        self, read: ReadRequest, write: Write | None, session_id: str, demand: str, slices: Slices
     ) -> list[tuple[ReqState, bytes]]:
         """Return the state of each sample, and its message to the scheduler. Raise BadRequestError.
 
-        `write` and `session_id` are those of `TokenizerManager.submit_read`.
+        `write` and `session_id` are those of `TokenizerManager.submit_read`. `demand` is the request's demand on the
+        weight version.
         """
         text = self.text
         made: list[tuple[ReqState, bytes]] = []
@@ -73,7 +74,7 @@ class Submission:
             for k in range(len(samples.rids)):
                 if made:  # a request of one sample is one slice
                     await slices.end()
-                state = self._make_state(read.request, samples, k, ids, write, checked, session_id)
+                state = self._make_state(read.request, samples, k, ids, write, checked, session_id, demand)
                 made.append((state, self._encode(state.req)))
         return made
 
@@ -117,6 +118,7 @@ class Submission:
         write: Write | None,
         grammar: CheckedGrammar | None,
         session_id: str,
+        demand: str,
     ) -> ReqState:
         """Return the state of sample `k` of a prompt."""
         model, sampling = self._model_text, samples.sampling_of(k)
@@ -141,6 +143,7 @@ class Submission:
             namespace=samples.namespace,
             priority=obj.priority or 0,
             session_id=samples.session_id or session_id,
+            weight_demand=demand,
         )
         if grammar is not None:
             req.sampling = msgspec.structs.replace(sampling, **dict.fromkeys(GRAMMARS))

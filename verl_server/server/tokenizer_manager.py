@@ -118,7 +118,7 @@ class TokenizerManager:
         self.model_text = model_text
         self.scheduler_info = scheduler_info
         self._submission = Submission(self.server_args, model_text, scheduler_info, self._serial, self._encode)
-        self.controls.weight_version = scheduler_info.get("weight_version", self.controls.weight_version)
+        self.controls.versions.note(scheduler_info.get("weight_version", self.controls.weight_version))
         self._children = children
         self.run_sync(self._start_tasks(), timeout=30)
 
@@ -171,21 +171,27 @@ class TokenizerManager:
         write: Write | None = None,
         recorded: Mapping[int, Sequence[BatchTokenIDOut]] | None = None,
         session_id: str = "",
+        demand: str = "",
     ) -> Generation:
         """Check a request, then send its samples to the scheduler. Either all samples are accepted, or none.
 
         With `write`, the results of the generation are encoded in pieces. Both this and a large batch are processed in
         slices, between which the loop does other work. `recorded` maps the index of a sample to its tokens, which the
         scheduler sent before. Such a sample is not sampled again. `session_id` is the scheduler's session id for
-        prompts for which the request names no session.
+        prompts for which the request names no session, and `demand` its demand on the weight version
+        (`version_demand`) if the body states none. Raise WeightVersionError if the served version does not satisfy the
+        demand.
         """
         self.check_serving()
         assert self._submission is not None
         recorded, slices = recorded or {}, Slices()
-        samples = await self._submission.samples(read, write, session_id, slices)
+        demand = read.request.weight_demand or demand
+        samples = await self._submission.samples(read, write, session_id, demand, slices)
         states = [state for state, _ in samples]
         self.check_serving()
         new = [state for k, state in enumerate(states) if k not in recorded]
+        if new:
+            self._check_demand(demand)
         for state in new:
             if state.rid in self._by_rid:
                 raise BadRequestError(f"Duplicate request ID detected: {state.rid}")
@@ -310,6 +316,15 @@ class TokenizerManager:
         if self._refusal is not None:
             raise _again(self._refusal)
 
+    def _check_demand(self, demand: str) -> None:
+        """Raise WeightVersionError if the served version does not satisfy a request's demand.
+
+        If the weights cannot serve, the scheduler says why (503).
+        """
+        refusal = self.controls.versions.refusal(demand)
+        if refusal is not None and self.controls.weights_refusal is None:
+            raise refusal
+
     # -- the scheduler's socket -----------------------------------------------------------------------------
 
     def _encode(self, message: SchedulerInput) -> bytes:
@@ -354,7 +369,7 @@ class TokenizerManager:
             self._messages.close()
 
     def _on_tokens(self, out: BatchTokenIDOut) -> None:
-        self.controls.weight_version = out.weight_version
+        self.controls.versions.note(out.weight_version)
         if any(out.output_ids):
             self.last_tokens = self.last_message
         for i, wire_rid in enumerate(out.rids):

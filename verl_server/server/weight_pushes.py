@@ -36,6 +36,10 @@ class CountedPushes(Protocol):
 
     def weights_pushed(self, source: str, seconds: float) -> None: ...
 
+    def weights_prepared(self, seconds: float) -> None: ...
+
+    def generation_held(self, seconds: float) -> None: ...
+
     def push_failed(self, route: str) -> None: ...
 
 
@@ -52,7 +56,13 @@ class WeightPushes:
             return
         if not reply.success:
             self._metrics.push_failed(req.route)
-        elif isinstance(req, BeginWeightUpdateReq):
+            return
+        payload = reply.payload if isinstance(reply.payload, dict) else {}
+        if "prepare_seconds" in payload:
+            self._metrics.weights_prepared(payload["prepare_seconds"])
+        if "pause_seconds" in payload:
+            self._metrics.generation_held(payload["pause_seconds"])
+        if isinstance(req, BeginWeightUpdateReq):
             self._began = sent
         elif isinstance(req, EndWeightUpdateReq):
             if not req.discard:

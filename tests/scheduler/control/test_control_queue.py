@@ -44,6 +44,9 @@ class Loop:
     def stage(self, req: StagedReq) -> None: ...
     def start_version(self) -> None: ...
 
+    def refusal(self) -> str | None:
+        return None
+
     def has_runnable(self) -> bool:
         return True
 

@@ -125,6 +125,12 @@ class Backend:
     def abort_all(self, message: str, status_code: int | None = None) -> None:
         self._abort(list(self.requests), message, status_code)
 
+    def demands(self) -> list[tuple[str, str]]:
+        return [(rid, one.req.weight_demand) for rid, one in self.requests.items() if one.req.weight_demand]
+
+    def end_request(self, rid: str, reason: FinishReason) -> None:
+        self._end([rid], lambda accepted: reason)
+
     def internal_state(self) -> dict[str, Any]:
         """Return the figures on load and weights for `/server_info`, `/v1/loads` and `/metrics`."""
         planner, worker, stats = self.planner, self.worker, self._stats
@@ -174,6 +180,8 @@ class Backend:
         unready = self.worker.refusal()
         if unready is not None and not self.control.holds_generation:
             return FinishReason(type="abort", message=unready, status_code=503)
+        if (superseded := self.control.border.refusal(req.weight_demand)) is not None:
+            return superseded
         bound = self._args.max_queued_requests
         if bound is not None and len(self.planner.waiting) >= bound:
             return FinishReason(type="abort", message="The request queue is full.", status_code=503)
@@ -181,17 +189,20 @@ class Backend:
 
     def _abort(self, rids: list[str], message: str, status_code: int | None) -> None:
         """End requests with the output that they have so far."""
-        if not rids:
-            return
-        self._take()  # tokens that were computed before the abort belong to the partial output
+
+        def reason(accepted: Accepted) -> FinishReason:
+            text = "Abort in waiting queue" if status_code is None and accepted.num_output == 0 else message
+            return FinishReason(type="abort", message=text, status_code=status_code)
+
+        if rids:
+            self._take()  # tokens that were computed before the abort belong to the partial output
+            self._end(rids, reason)
+
+    def _end(self, rids: list[str], reason: Callable[[Accepted], FinishReason]) -> None:
+        """Remove requests, and send the `reason` of each as its last entry."""
         ended = self.planner.remove(rids)
         self._stats.num_aborted += len(ended)
-        entries = []
-        for accepted in ended:
-            text = "Abort in waiting queue" if status_code is None and accepted.num_output == 0 else message
-            reason = FinishReason(type="abort", message=text, status_code=status_code)
-            entries.append((NewTokens(accepted.req.rid, [], [], reason), accepted.num_retractions))
-        self._send(entries)
+        self._send([(NewTokens(one.req.rid, [], [], reason(one)), one.num_retractions) for one in ended])
 
     def _take(self) -> None:
         """Send the results of the steps that have arrived, under the version of the weights that computed them."""

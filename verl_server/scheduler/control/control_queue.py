@@ -42,6 +42,8 @@ from verl_server.messages.weight_requests import (
 from verl_server.scheduler.control.engine_loop import EngineLoop
 from verl_server.scheduler.control.pauses import Pauses
 from verl_server.scheduler.control.transaction_fence import TransactionFence
+from verl_server.scheduler.control.update_times import UpdateTimes
+from verl_server.scheduler.control.version_border import VersionBorder
 from verl_server.worker.weights.weight_sources import needs_staging
 
 logger = logging.getLogger(__name__)
@@ -53,11 +55,14 @@ _GIVEN_UP = 499
 @dataclass(slots=True, eq=False)
 class _Pending:
     req: WeightReq
+    arrived: float
     deadline: float
     staged: bool = False
     """True after the request was submitted to the stager."""
     ready: bool = True
     """False only while the request is being staged."""
+    prepare_seconds: float = 0.0
+    """Seconds from the arrival until the request was staged."""
 
 
 @dataclass(slots=True)
@@ -82,6 +87,8 @@ class ControlQueue:
         """True if a step ran since the last update. If no step ran, the next update waits for a step."""
         self.transaction = TransactionFence(scheduler.clock, default_lease)
         self.pauses = Pauses(scheduler, timeout, self._reply)
+        self.border = VersionBorder(scheduler)
+        self._times = UpdateTimes(scheduler.clock)
         self.draining = False
         """True while a pause, or the first request of the queue, waits for started requests to end. No other request is
         started."""
@@ -110,7 +117,7 @@ class ControlQueue:
             case FlushCacheReq():
                 self._flushes.append(_PendingFlush(req, now + min(max(req.timeout, 0.0), self._timeout)))
             case _:
-                self._receive_ordered(req, _Pending(req, now + self._timeout))
+                self._receive_ordered(req, _Pending(req, now, now + self._timeout))
 
     def withdraw(self, request_id: int) -> None:
         """Remove a request whose caller gave up, unless the request has begun.
@@ -225,6 +232,7 @@ class ControlQueue:
             if pending is None:
                 continue  # it was refused and dropped meanwhile
             pending.ready = True
+            pending.prepare_seconds = self._scheduler.clock() - pending.arrived
             if error is not None:
                 if pending in self._queue:
                     self._queue.remove(pending)
@@ -327,7 +335,7 @@ class ControlQueue:
             transaction.name,
             transaction.lease_seconds,
         )
-        self._carry_out(_Pending(EndWeightUpdateReq(transaction_id=transaction.transaction_id, discard=True), 0.0))
+        self._carry_out(_Pending(EndWeightUpdateReq(transaction_id=transaction.transaction_id, discard=True), 0.0, 0.0))
 
     # -- carrying out ----------------------------------------------------------------------------------------
 
@@ -361,14 +369,19 @@ class ControlQueue:
         scheduler, req = self._scheduler, pending.req
         worker, planner = scheduler.worker, scheduler.planner
         epoch = worker.weights.epoch
+        if isinstance(req, (UpdateReq, BeginWeightUpdateReq)) and not self.transaction.is_open:
+            self._times.hold(self.paused)
         reply = worker.run_staged(req) if pending.staged and isinstance(req, StagedReq) else worker.control(req)
         if isinstance(req, (UpdateReq, BeginWeightUpdateReq)):
             self._step_taken = False
         self._note_transaction(req, reply)
         if isinstance(req, UpdateWeightsFromDiskReq) and req.keep_pause and reply.success:
             self.pauses.paused = True
+        self.border.cross()
         if worker.weights.epoch != epoch:
             planner.start_version()
+        if isinstance(req, (UpdateReq, EndWeightUpdateReq)) and reply.success:
+            self._times.add(reply, req, pending.prepare_seconds, ends=not self.transaction.is_open)
         return reply
 
     def _note_transaction(self, req: WeightReq, reply: ControlReply) -> None:
@@ -436,6 +449,7 @@ class ControlQueue:
 
     def _reply(self, reply: ControlReply) -> None:
         self._scheduler.emit()
+        reply.weights_refusal = None if self.transaction.is_open else self._scheduler.worker.weights.refusal()
         self._scheduler.send(reply)
 
 

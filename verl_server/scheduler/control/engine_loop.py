@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sized
 from typing import Any, Protocol
 
 from verl_server.errors import VerlServerError
-from verl_server.messages.io_struct import ControlReply, SchedulerOutput
+from verl_server.messages.io_struct import ControlReply, FinishReason, SchedulerOutput
 from verl_server.messages.weight_requests import StagedReq, WeightReq
 
 
@@ -52,6 +52,9 @@ class WeightState(Protocol):
 
     @property
     def epoch(self) -> int: ...
+
+    def refusal(self) -> str | None:
+        """Return the reason why generation cannot be served now, None if it can."""
 
     def check(self, req: WeightReq) -> None:
         """Raise VerlServerError if the fields of `req` are wrong."""
@@ -107,5 +110,11 @@ class EngineLoop(Protocol):
 
     def abort_all(self, message: str, status_code: int | None = None) -> None:
         """End every live request with the output that it has so far."""
+
+    def demands(self) -> list[tuple[str, str]]:
+        """Return (rid, demand) of each live request that has a demand on the weight version."""
+
+    def end_request(self, rid: str, reason: FinishReason) -> None:
+        """End a live request with the output that it has so far."""
 
     def internal_state(self) -> dict[str, Any]: ...

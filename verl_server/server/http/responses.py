@@ -30,6 +30,8 @@ from verl_server.errors import (
     SessionUnavailableError,
     UnauthorizedError,
     VerlServerError,
+    VersionBehindError,
+    WeightVersionError,
 )
 from verl_server.messages.columns import MSGPACK
 from verl_server.server.request_state import Write
@@ -130,11 +132,12 @@ def error_headers(error: VerlServerError) -> dict[str, str]:
     if isinstance(error, NotServedError):
         return {"Allow": ", ".join(error.allowed)} if error.allowed else {}
     headers = {ERROR_HEADER: type(error).__name__}
-    if isinstance(error, SessionError | ForbiddenError):
-        headers["x-should-retry"] = "false"  # the SDKs of OpenAI and Anthropic retry 409 otherwise
+    if isinstance(error, SessionError | ForbiddenError | WeightVersionError):
+        # The SDKs of OpenAI and Anthropic retry every 409 otherwise.
+        headers["x-should-retry"] = "true" if isinstance(error, VersionBehindError) else "false"
     if isinstance(error, UnauthorizedError):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, SessionUnavailableError):
+    if isinstance(error, SessionUnavailableError | VersionBehindError):
         headers["Retry-After"] = "1"
     if isinstance(error, BodyTooLargeError):
         headers["Connection"] = "close"  # the client may still be sending the rest of the body

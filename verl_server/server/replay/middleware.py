@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError, IdempotencyConflictError, VerlServerError
 from verl_server.server.http.routing import error_answer, route_of
+from verl_server.server.http.version_headers import demand_of
 from verl_server.server.replay.answer_log import AnswerLog
 from verl_server.server.replay.entries import Entries, Entry
 from verl_server.web.bodies import Body
@@ -92,7 +93,7 @@ class ReplayMiddleware:
         if key is not None and not 0 < len(key) <= _MOST_KEY:
             raise BadRequestError(f"Idempotency-Key must have 1 to {_MOST_KEY} characters.")
         caller = _scope(headers, session)
-        digest = _digest(read, scope["path"], headers)
+        digest = _digest(read, scope, headers)
         hashed = None if key is None else hashlib.blake2b(key.encode(), digest_size=16).digest()
         if hashed is not None:
             entry = self.entries.find(caller, hashed)
@@ -251,11 +252,13 @@ def _scope(headers: Headers, session: Any) -> bytes:
     return hashed.digest()
 
 
-def _digest(read: _Read, path: str, headers: Headers) -> bytes:
+def _digest(read: _Read, scope: Scope, headers: Headers) -> bytes:
     """Return the hash of what determines an answer."""
     hashed = read.hashed.copy()
-    for part in (path, headers.get("accept", "")):
+    for part in (scope["path"], headers.get("accept", "")):
         hashed.update(b"\0" + part.encode())
+    if demand := demand_of(scope):
+        hashed.update(b"\0" + demand.encode())
     return hashed.digest()
 
 

@@ -22,6 +22,7 @@ from verl_server.server.sessions.records import DeleteRecord, FinishRecord, Reco
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.table import SessionTable, hash_of_key
 from verl_server.server.slices import Slices
+from verl_server.version_demand import read_demand
 from verl_server.web.session_keys import KEY_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class SessionLedger:
                 forced_mode=body.forced_mode,
                 seed=body.seed,
                 streaming=body.streaming,
+                weight_demand=read_demand(body.min_weight_version, body.exact_weight_version),
             )
         )
         if self.counters is not None:

@@ -60,6 +60,8 @@ class SessionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     forced_mode: ForcedMode = "override"
     seed: int | None = None
     streaming: bool = False
+    weight_demand: str = ""
+    """Demand on the weight version (`version_demand`) of requests that state none."""
 
 
 class BeginRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -23,6 +23,7 @@ from verl_server.server.generate_request import ReadRequest, SessionParams
 from verl_server.server.generation import Generation
 from verl_server.server.http.responses import read_body, run_job, unless_disconnected
 from verl_server.server.http.unknown_fields import ReadBody, judge_unknown
+from verl_server.server.http.version_headers import demand_of
 from verl_server.server.replay.entries import Entry
 from verl_server.server.request_state import Write
 from verl_server.server.session_hints import header_hint
@@ -92,7 +93,8 @@ class SessionTurns:
         continued = read.request.session_params
         caller = session_of(request) if continued is None else _named(request, continued)
         if caller is None:
-            return await self._manager.submit_read(read, write, session_id=header_hint(request.headers))
+            hint, demand = header_hint(request.headers), demand_of(request.scope)
+            return await self._manager.submit_read(read, write, session_id=hint, demand=demand)
         with self.notes_overflow(caller):
             return await self._submit(request, caller, read, next, shape, write)
 
@@ -148,8 +150,13 @@ class SessionTurns:
             for k in range(len(turns.samples), count):
                 turns.begin(caller, None if read.request.rid is None else str(read.request.rid), k)
                 await slices.end()
+            recorded_in = turns.samples[0].session
             generation = await self._manager.submit_read(
-                await self._with_turns(read, turns, params, shape), write, turns.recorded, turns.samples[0].session.id
+                await self._with_turns(read, turns, params, shape),
+                write,
+                turns.recorded,
+                recorded_in.id,
+                demand_of(request.scope) or recorded_in.root.record.weight_demand,
             )
         except BaseException:
             turns.cancel()

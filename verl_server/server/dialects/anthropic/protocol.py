@@ -119,6 +119,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     return_logprob: bool = False
     """Return `token_logprobs`, the log-probability of each of `token_ids`, and `weight_versions`. Not in Anthropic's
     API."""
+    min_weight_version: str | None = None
+    """`min_weight_version` of `/generate`: the least weight version, NUMBER@INCARNATION, that samples the output. Not in
+    Anthropic's API."""
+    exact_weight_version: str | None = None
+    """`exact_weight_version` of `/generate`: the only weight version that samples the output. Not in
+    Anthropic's API."""
 
     def sampling_params(self) -> dict[str, Any]:
         """Return the settings under SGLang's names, without those that depend on the tools."""

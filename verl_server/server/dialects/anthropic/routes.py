@@ -50,7 +50,13 @@ class AnthropicApi:
         }
         return [
             Operation(
-                "/v1/messages", self.messages, body=MessagesRequest, replayed=True, media_types=(JSON, EVENTS), **known
+                "/v1/messages",
+                self.messages,
+                body=MessagesRequest,
+                generates=True,
+                replayed=True,
+                media_types=(JSON, EVENTS),
+                **known,
             ),
             Operation(
                 "/v1/messages/count_tokens", self.count_tokens, body=CountTokensRequest, answer=TokenCount, **known
@@ -68,6 +74,8 @@ class AnthropicApi:
             rid=f"msg_{uuid.uuid4().hex}",
             stream=read.request.stream,
             return_logprob=read.request.return_logprob,
+            min_weight_version=read.request.min_weight_version,
+            exact_weight_version=read.request.exact_weight_version,
         )
         generation = await self._turns.submit(
             request,

@@ -230,5 +230,8 @@ def finish_fields(state: ReqState, finish_type: str | None) -> dict[str, Any]:
 
 
 def answer_metadata(states: Sequence[ReqState]) -> dict[str, str]:
-    """Return the `metadata` of an answer: the weight version at its end. OpenAI's type has texts as values only."""
-    return {"weight_version": states[0].weight_version}
+    """Return the `metadata` of an answer: the weight versions of its end and of its first token.
+
+    OpenAI's type has texts as values only.
+    """
+    return {"weight_version": states[0].weight_version, "weight_version_start": states[0].weight_version_start}

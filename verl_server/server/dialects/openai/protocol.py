@@ -149,6 +149,10 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     """`priority` of `/generate`: requests of a larger priority start first, as in SGLang. In vLLM, a smaller number
     starts first."""
+    min_weight_version: str | None = None
+    """`min_weight_version` of `/generate`: the least weight version, NUMBER@INCARNATION, that samples the output."""
+    exact_weight_version: str | None = None
+    """`exact_weight_version` of `/generate`: the only weight version that samples the output."""
 
     def generate_request(self, max_new_tokens: int | None, logprobs: int | None, grammar: str = "") -> GenerateReqInput:
         """Return the request without prompts.
@@ -171,6 +175,8 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
             session_id=self.session_id,
             conversation_id=self.conversation_id,
             priority=self.priority,
+            min_weight_version=self.min_weight_version,
+            exact_weight_version=self.exact_weight_version,
             return_text_in_logprobs=self.return_meta_info,
         )
 

@@ -150,6 +150,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """`session_id` of `/generate`: a hint for the prefix cache."""
     priority: int | None = None
     """`priority` of `/generate`."""
+    min_weight_version: str | None = None
+    """`min_weight_version` of `/generate`: the least weight version, NUMBER@INCARNATION, that samples the output."""
+    exact_weight_version: str | None = None
+    """`exact_weight_version` of `/generate`: the only weight version that samples the output."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -176,6 +180,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "cache_salt",
             "session_id",
             "priority",
+            "min_weight_version",
+            "exact_weight_version",
         ]
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         chat = ChatCompletionRequest(max_tokens=self.max_output_tokens, logprobs=self.wants_logprobs, **given)

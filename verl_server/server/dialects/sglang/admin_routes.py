@@ -84,7 +84,16 @@ _PLAIN_REQS: tuple[type[ControlReq], ...] = (
     DestroyWeightsUpdateGroupReq,
 )
 """Requests whose route only sends the struct to the scheduler and returns {"success", "message"}."""
-_PAYLOAD_KEYS = ("weight_version", "num_tensors", "not_covered", "lease_seconds", "registration", "seconds")
+_PAYLOAD_KEYS = (
+    "weight_version",
+    "num_tensors",
+    "not_covered",
+    "lease_seconds",
+    "registration",
+    "seconds",
+    "prepare_seconds",
+    "pause_seconds",
+)
 """Further keys of such a response, if the scheduler's reply has them."""
 
 

@@ -13,7 +13,7 @@ from verl_server._version import __version__
 from verl_server.chat.formats import NONE
 from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError
 from verl_server.messages.io_struct import GetInternalStateReq
-from verl_server.messages.results import ModelInfo, ServerInfo
+from verl_server.messages.results import ModelInfo, ServedVersion, ServerInfo
 from verl_server.server.dialects.vllm.config import vllm_config
 from verl_server.server.http.operation import JSON, TEXT, Operation
 from verl_server.server.http.responses import NotServedError, json_response
@@ -43,7 +43,7 @@ class InfoApi:
                 query={"config_format": "json or text: add `vllm_config`, the settings under vLLM's names."},
                 answer=ServerInfo,
             ),
-            Operation("/weight_version", self.weight_version, aliases=("/get_weight_version",)),
+            Operation("/weight_version", self.weight_version, aliases=("/get_weight_version",), answer=ServedVersion),
             Operation(
                 "/v1/loads",
                 self.loads,
@@ -73,8 +73,17 @@ class InfoApi:
         return json_response(model_info(self._manager))
 
     async def weight_version(self, request: Request) -> Response:
-        """Return {"weight_version"}."""
-        return json_response({"weight_version": self._manager.controls.weight_version})
+        """Return a `ServedVersion`, at once: the scheduler is not asked. 503 while the server starts or stops."""
+        manager, controls = self._manager, self._manager.controls
+        manager.check_serving()
+        served: ServedVersion = {
+            "weight_version": controls.weight_version,
+            "since": controls.versions.since,
+            "instance_id": manager.instance_id,
+            "weights_confirmed": controls.weights_confirmed,
+            "accepts": manager.ready and controls.weights_refusal is None,
+        }
+        return json_response(served)
 
     async def server_info(self, request: Request) -> Response:
         """Return a `ServerInfo`. With `config_format`, add `vllm_config` as an object ("json") or as text."""

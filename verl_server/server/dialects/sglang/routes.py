@@ -50,6 +50,7 @@ class NativeApi:
                 self.generate,
                 ("POST", "PUT"),
                 in_session=True,
+                generates=True,
                 replayed=True,
                 body=GenerateReqInput,
                 refused=UNSUPPORTED_FIELDS,

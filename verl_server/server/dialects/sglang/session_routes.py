@@ -31,6 +31,10 @@ class OpenSessionReq(msgspec.Struct, frozen=True):
     """Seconds after which the session expires."""
     streaming: bool = False
     """`streaming` of `CreateSession`."""
+    min_weight_version: str | None = None
+    """`min_weight_version` of `CreateSession`."""
+    exact_weight_version: str | None = None
+    """`exact_weight_version` of `CreateSession`."""
 
 
 class CloseSessionReq(msgspec.Struct, frozen=True):
@@ -68,9 +72,15 @@ class SglangSessionApi:
         """Return the id of a new session as a JSON string. 400 if a session has the id already. On a server without
         keys that listens on loopback, everybody may open a session."""
         body = await read_object(request, OpenSessionReq, self._limit)
-        limits = SessionLimits(seconds=body.timeout)
+        wanted = CreateSession(
+            id=body.session_id,
+            limits=SessionLimits(seconds=body.timeout),
+            streaming=body.streaming,
+            min_weight_version=body.min_weight_version,
+            exact_weight_version=body.exact_weight_version,
+        )
         try:
-            session, _ = self._ledger.create(CreateSession(id=body.session_id, limits=limits, streaming=body.streaming))
+            session, _ = self._ledger.create(wanted)
         except SessionExistsError as error:
             raise BadRequestError(str(error)) from None
         await self._ledger.store.flushed()

@@ -65,6 +65,10 @@ class InferenceRequest(msgspec.Struct, kw_only=True):
     """Requests of a smaller priority leave the waiting queue first."""
     return_token_ids: bool = False
     """Return the token ids of the prompt as `prompt_token_ids`."""
+    min_weight_version: str | None = None
+    """`min_weight_version` of `/generate`: the least weight version, NUMBER@INCARNATION, that samples the output."""
+    exact_weight_version: str | None = None
+    """`exact_weight_version` of `/generate`: the only weight version that samples the output."""
     output_mode: Literal["tokens", "text"] = "tokens"
     """"text" returns the text too, and log-probabilities with the text of each token."""
 
@@ -102,6 +106,8 @@ def read_inference(tools: TextTools, body: bytes) -> ReadInference:
         "cache_salt": request.cache_salt,
         "priority": -request.priority,
         "truncate_prompt_tokens": sampling.truncate_prompt_tokens,
+        "min_weight_version": request.min_weight_version,
+        "exact_weight_version": request.exact_weight_version,
     }
     read = read_prompts(tools, GenerateReqInput.parse(wanted | sampling.logprob_fields(tools.bounds.vocab_size)))
     request.token_ids, request.sampling_params = [], None

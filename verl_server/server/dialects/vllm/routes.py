@@ -30,6 +30,7 @@ from verl_server.server.http.responses import (
     unless_disconnected,
 )
 from verl_server.server.http.unknown_fields import judge_unknown
+from verl_server.server.http.version_headers import demand_of
 from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -68,6 +69,7 @@ class VllmApi:
                 POST,
                 answer_error=vllm_error,
                 in_session=True,
+                generates=True,
                 body=InferenceRequest,
                 inside={"sampling_params": VllmSamplingParams.known_fields()},
                 refused=REFUSED,
@@ -101,7 +103,9 @@ class VllmApi:
         self._check_model(read.request.model)
         request_id = request.headers.get(REQUEST_ID_HEADER) or read.request.request_id or uuid.uuid4().hex
         read.read.request.rid = request_id
-        generation = await manager.submit_read(read.read, session_id=header_hint(request.headers))
+        generation = await manager.submit_read(
+            read.read, session_id=header_hint(request.headers), demand=demand_of(request.scope)
+        )
         self._generations[request_id] = generation
         choices = InferenceChoices(read, request_id, read.request.model or self._model_name)
         if read.request.stream:
