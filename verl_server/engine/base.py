@@ -245,7 +245,10 @@ def generate_body(
     """
     check_names(options, GenerateOptions, "generate")
     _check_finite("sampling_params", sampling_params)
-    demands = {name: label_of(options.get(name)) for name in (MIN_FIELD, EXACT_FIELD)}
+    demands = {
+        MIN_FIELD: label_of(options.get("min_weight_version")),
+        EXACT_FIELD: label_of(options.get("exact_weight_version")),
+    }
     fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options, **demands}
     return {key: _plain(value) for key, value in fields.items() if value is not None and value is not False}
 

@@ -96,7 +96,7 @@ def test_only_a_label_that_proves_the_weights_opens_the_gate(
 ) -> None:
     _with_a_turn(start, last)
     server = start(weight_version=stated)
-    server.stack.manager.controls.weight_version = served
+    server.stack.manager.controls.versions.note(served)
     server.open()
     if opens:
         server.service.turns.view(caller("s"))

@@ -48,7 +48,8 @@ class Operation:
     in_session: bool = False
     """True if a session key permits the operation in its own session."""
     generates: bool = False
-    """True if the operation samples tokens: it takes a demand on the weight version, and its answers name the version."""
+    """True if the operation samples tokens. It takes a demand on the weight version, and its answers name the
+    version."""
     replayed: bool = False
     """True for a generation whose answer is kept for a request that comes again (`replay`)."""
     body: type[msgspec.Struct] | None = None

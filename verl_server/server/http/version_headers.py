@@ -1,10 +1,10 @@
-"""`VersionHeadersMiddleware` reads the demand headers of requests that generate, and names the served version in answers.
+"""`VersionHeadersMiddleware` reads demands on the weight version, and names the served version in answers.
 
-The headers `X-Verl-Min-Weight-Version` and `X-Verl-Exact-Weight-Version` state the demand of a request whose body states
-none (`version_demand`). The dialects read it with `demand_of`. Every answer of such a request has the header
-`X-Verl-Weight-Version`: the version that the server serves when the answer starts, also if the answer is an error or an
-earlier answer that is sent again. A label may be any text, so characters that are no visible ASCII, and "%", are
-percent-encoded in all three headers.
+It concerns the operations that generate. The headers `X-Verl-Min-Weight-Version` and `X-Verl-Exact-Weight-Version`
+state the demand of a request whose body states none (`version_demand`). The dialects read it with `demand_of`. Every
+answer has the header `X-Verl-Weight-Version`: the version that the server serves when the answer starts, also if the
+answer is an error, or an earlier answer that is sent again. A label may be any text, so characters that are no visible
+ASCII, and "%", are percent-encoded in all three headers.
 """
 
 from __future__ import annotations

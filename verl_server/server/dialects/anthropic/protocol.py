@@ -120,8 +120,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """Return `token_logprobs`, the log-probability of each of `token_ids`, and `weight_versions`. Not in Anthropic's
     API."""
     min_weight_version: str | None = None
-    """`min_weight_version` of `/generate`: the least weight version, NUMBER@INCARNATION, that samples the output. Not in
-    Anthropic's API."""
+    """`min_weight_version` of `/generate`: the least weight version, NUMBER@INCARNATION, that samples the output.
+    Not in Anthropic's API."""
     exact_weight_version: str | None = None
     """`exact_weight_version` of `/generate`: the only weight version that samples the output. Not in
     Anthropic's API."""

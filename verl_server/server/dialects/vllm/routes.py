@@ -103,9 +103,8 @@ class VllmApi:
         self._check_model(read.request.model)
         request_id = request.headers.get(REQUEST_ID_HEADER) or read.request.request_id or uuid.uuid4().hex
         read.read.request.rid = request_id
-        generation = await manager.submit_read(
-            read.read, session_id=header_hint(request.headers), demand=demand_of(request.scope)
-        )
+        hint, demand = header_hint(request.headers), demand_of(request.scope)
+        generation = await manager.submit_read(read.read, session_id=hint, demand=demand)
         self._generations[request_id] = generation
         choices = InferenceChoices(read, request_id, read.request.model or self._model_name)
         if read.request.stream:
