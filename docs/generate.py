@@ -24,7 +24,7 @@ from declarations import Class, ClassName, Field, Function, Package
 
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
-from verl_server.server.http.operation import EVENTS, Operation
+from verl_server.server.http.operation import Operation
 from verl_server.server.openapi import SAMPLING
 from verl_server.watch.run_records import AnyEvent
 
@@ -551,7 +551,7 @@ def operations_table() -> str:
             "dialect": operation.dialect,
             "access": operation.access,
             "in_session": operation.in_session,
-            "generates": EVENTS in operation.media_types,
+            "generates": operation.generates,
         }
         for operation in mounted_operations()
     ]

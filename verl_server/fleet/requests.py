@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from starlette.types import Receive, Scope
@@ -20,13 +21,12 @@ from verl_server.errors import BadRequestError
 from verl_server.fleet.operations import RoutedOperation
 from verl_server.fleet.prefixes import prompt_blocks
 from verl_server.fleet.upstream import Headers
+from verl_server.version_demand import EXACT_HEADER, MIN_HEADER
 from verl_server.web.bodies import Body
 from verl_server.web.first_headers import first_headers
 from verl_server.web.numbers import whole_number
 from verl_server.web.session_keys import CHILD_HEADER, KEY_PREFIX, ROUTING_HEADER, SESSION_HEADER
 
-MIN_VERSION_HEADER = b"x-verl-min-weight-version"
-EXACT_VERSION_HEADER = b"x-verl-exact-weight-version"
 _IDEMPOTENCY_HEADER = b"idempotency-key"
 _PACKED_HEADER = b"x-verl-prompt-bytes"
 _MOST_DECODED = 2 * 2**20
@@ -126,7 +126,7 @@ class RoutedRequest:
         """Name of the conversation, which should stay with one server."""
         fields = self.fields
         named = [fields.session_id, fields.conversation_id]
-        named += [self._text(name) for name in (ROUTING_HEADER.lower().encode(), SESSION_HEADER.lower().encode())]
+        named += [self._text(name) for name in (ROUTING_HEADER, SESSION_HEADER)]
         return next((each for each in named if isinstance(each, str) and each), None)
 
     @property
@@ -141,25 +141,27 @@ class RoutedRequest:
     def continues_stream(self) -> bool:
         return b"last-event-id" in self.first
 
-    @property
-    def min_version(self) -> str | None:
-        return self._version(self.fields.min_weight_version, MIN_VERSION_HEADER)
-
-    @property
-    def exact_version(self) -> str | None:
-        return self._version(self.fields.exact_weight_version, EXACT_VERSION_HEADER)
+    @cached_property
+    def demand(self) -> str:
+        """The demand on the weight version as `version_demand` writes it, or "" if the request has none."""
+        body = self.fields.min_weight_version, self.fields.exact_weight_version
+        headers = self._text(MIN_HEADER), self._text(EXACT_HEADER)
+        for minimum, exact in (body, headers):
+            if isinstance(minimum, str | int):
+                return f">={minimum}"
+            if isinstance(exact, str | int):
+                return str(exact)
+        return ""
 
     @cached_property
     def tokens(self) -> int:
         """Estimate of the tokens that the request takes."""
         return (self.packed or len(self.body)) // _BYTES_OF_A_TOKEN + _OUTPUT_TOKENS
 
-    def _version(self, in_body: Any, header: bytes) -> str | None:
-        return str(in_body) if isinstance(in_body, str | int) and in_body != "" else self._text(header)
-
-    def _text(self, header: bytes) -> str | None:
-        value = self.first.get(header)
-        return None if value is None else value.decode("latin-1")
+    def _text(self, header: str) -> str | None:
+        """Return the value of a header. Labels in headers are percent-encoded."""
+        value = self.first.get(header.lower().encode())
+        return None if value is None else unquote(value.decode("latin-1"))
 
 
 def read_fields(body: bytes) -> RoutedFields:

@@ -27,6 +27,7 @@ from verl_server.errors import (
     SessionUnavailableError,
     UnauthorizedError,
     VerlServerError,
+    VersionBehindError,
 )
 from verl_server.fleet.answers import error_answer, unavailable
 from verl_server.fleet.control import TO_ALL, Control
@@ -43,10 +44,10 @@ from verl_server.fleet.upstream import Headers
 from verl_server.web.keys import sent_keys
 from verl_server.web.resolver import NotServed, Resolver
 from verl_server.web.session_keys import take_session_key
-from verl_server.weight_version import WeightVersion
+from verl_server.weight_version import WeightVersion, satisfies
 
 _RESTARTED = ServerRestartedError.__name__
-_BEHIND = "VersionBehindError"
+_BEHIND = VersionBehindError.__name__
 _NOT_NOW = frozenset((SessionUnavailableError.__name__, "ServerStoppingError"))
 """Refusals of a session's turn, of which nothing was done, and which the same server may accept later."""
 
@@ -267,33 +268,26 @@ class Router:
             return owner if owner or request.continues_stream else healthy
         if not request.operation.generates and request.operation.access != "owner":
             return healthy[:1] or healthy  # the same one each time, so that versions do not jump
-        demand = request.exact_version or request.min_version
-        if demand is None or not healthy:
+        demand = request.demand
+        if not demand or not healthy:
             return healthy
-        fitting = [member for member in healthy if self._fits(member, request)]
-        if fitting and self._is_admitted(request):
-            return fitting
+        fitting = [member for member in healthy if satisfies(member.version, demand)]
         if not fitting:
-            await self._fleet.look_now()
-            fitting = [member for member in self._fleet.healthy if self._fits(member, request)]
-        # If no server has it, one of them says whether it is to come or is gone for good.
-        return fitting if fitting and self._is_admitted(request) else ([] if fitting else self._fleet.healthy[:1])
+            await self._fleet.look_now()  # a trainer may have pushed it since the last look
+            healthy = self._fleet.healthy
+            fitting = [member for member in healthy if satisfies(member.version, demand)]
+        if fitting:
+            return fitting if self._is_admitted(demand) else []
+        return healthy[:1]  # it says whether the version is to come, or is gone for good
 
-    @staticmethod
-    def _fits(member: Member, request: RoutedRequest) -> bool:
-        if request.exact_version is not None:
-            return member.version == request.exact_version
-        return _reaches(member.version, request.min_version or "")
-
-    def _is_admitted(self, request: RoutedRequest) -> bool:
-        """Return True if all servers that count have the demanded version, or a later one."""
-        demand, committed = request.exact_version or request.min_version or "", self._fleet.versions.committed
-        return (
-            committed is None
-            or committed == demand
-            or _reaches(committed, demand)
-            or WeightVersion.parse(demand) is None
-        )
+    def _is_admitted(self, demand: str) -> bool:
+        """Return True if all servers that count satisfy a demand, or if it names a free label, which has no order."""
+        committed = self._fleet.versions.committed
+        if committed is None or satisfies(committed, demand):
+            return True
+        label = demand.removeprefix(">=")
+        least = WeightVersion.parse(label)
+        return least is None or satisfies(committed, f">={label}")
 
     @staticmethod
     def _is_final(request: RoutedRequest, outcome: Outcome) -> bool:
@@ -310,8 +304,8 @@ class Router:
             for member in self._fleet.members
             if member.state != State.HEALTHY
         )
-        demand = request.exact_version or request.min_version
-        if demand is not None and self._fleet.healthy:
+        demand = request.demand
+        if demand and self._fleet.healthy:
             committed = self._fleet.versions.committed
             return f"The fleet serves version {committed!r}, and the request demands {demand!r}. {states}"
         return f"No server is healthy. {states}"
@@ -346,14 +340,3 @@ class Router:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
             await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _reaches(label: str | None, demand: str) -> bool:
-    """Return True if a version is the demanded one, or a later one of its incarnation."""
-    if label == demand:
-        return True
-    version = None if label is None else WeightVersion.parse(label)
-    wanted = WeightVersion.parse(demand)
-    if version is None or wanted is None or version.incarnation != wanted.incarnation:
-        return False
-    return version >= wanted
