@@ -264,8 +264,10 @@ class Fleet:
             member.was_dead = True
 
     def settle(self) -> None:
-        """Decide the states of all members from what the looks found."""
+        """Decide the states of all members from what the looks found. Begin when each of them was looked at once."""
         now = self._clock()
+        if any(not member.looks for member in self.members):
+            return
         reports = {member.url: member.report for member in self.members if member.report is not None}
         confirmed = {url: r.weight_version for url, r in reports.items() if r.weights_confirmed and r.accepts}
         counted = {url: label for url, label in confirmed.items() if not self._is_out(url)}
