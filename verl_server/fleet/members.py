@@ -9,10 +9,10 @@ probes.
 |---|---|---|
 | starting | it has not answered since the router began, or it says that it is not ready | nothing |
 | healthy | it answers, and its weights are those of the fleet | everything |
-| stale | it answers, and its weights are not those of the fleet | turns of its sessions, if its weights are confirmed |
-| suspect | a connection broke, or a look failed | turns of its sessions |
+| stale | it answers, and its weights are not those of the fleet | requests of its sessions |
+| suspect | a connection broke, or a look failed | requests of its sessions |
 | dead | `dead_after` looks in a row failed | nothing |
-| retired | it is stopping, or `POST /fleet/retire` named it | nothing new |
+| retired | it is stopping, or `POST /fleet/retire` named it | requests of its sessions, until it stops |
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class Member:
 
     @property
     def takes_turns(self) -> bool:
-        """True if turns of sessions that live on this server may be sent to it."""
-        if self.report is None or not (self.report.accepts and self.report.weights_confirmed):
-            return self.state == State.HEALTHY
-        return self.state in (State.HEALTHY, State.STALE, State.SUSPECT) or (
-            self.state == State.RETIRED and not self.is_stopping
-        )
+        """True if requests of sessions that live on this server may be sent to it.
+
+        They are sent to a stale server, too: it answers turns that it has stored, lets its records be read, and refuses
+        to sample while its weights are not confirmed (503).
+        """
+        return self.report is not None and self.state not in (State.DEAD, State.STARTING) and not self.is_stopping
 
     def began(self, tokens: int) -> None:
         self.requests += 1
@@ -326,9 +326,10 @@ class Fleet:
         )
         if other is None or not member.info:
             return None
-        for name in ("model", "tokenizer", "context"):
-            if member.info.get(name) != other.info.get(name):
-                return f"Its {name} is {member.info.get(name)!r}, and {other.url} has {other.info.get(name)!r}."
+        for name in ("served_model_name", "context_length", "vocab_size"):
+            own, theirs = member.info.get(name), other.info.get(name)
+            if own is not None and theirs is not None and own != theirs:
+                return f"Its {name} is {own!r}, and {other.url} has {theirs!r}."
         return None
 
     def _set(self, member: Member, state: State, reason: str) -> None:
@@ -362,11 +363,11 @@ class Fleet:
     def _take_info(self, member: Member, info: dict[str, Any]) -> None:
         scheduler = info.get("scheduler_info") or {}
         member.info = {
-            "model": str(info.get("served_model_name") or info.get("model_path") or "").rstrip("/").rpartition("/")[2],
-            "tokenizer": str(info.get("tokenizer_path") or "").rstrip("/").rpartition("/")[2],
-            "context": scheduler.get("context_length"),
+            "served_model_name": info.get("served_model_name"),
+            "model_path": info.get("model_path"),
+            "context_length": scheduler.get("context_length"),
+            "vocab_size": scheduler.get("vocab_size"),
             "engine": info.get("engine"),
-            "version": info.get("version"),
         }
         member.capacity = scheduler.get("max_total_num_tokens") or member.capacity
         member.is_paused = info.get("paused_since") is not None

@@ -224,7 +224,8 @@ class Router:
 
     async def _to_any(self, request: RoutedRequest, client: Client) -> None:
         """Send a request to a server that may get it. If the server did not do it, try the next one."""
-        deadline = self._clock() + (self._args.hold_seconds if request.operation.generates else 0.0)
+        is_placed = request.operation.generates or request.operation.access in ("owner", "local_owner")
+        deadline = self._clock() + (self._args.hold_seconds if is_placed else 0.0)
         tried: set[str] = set()
         last: Refusal | None = None
         lost: ServerDiedError | None = None
@@ -266,8 +267,8 @@ class Router:
         if (key := self.placement.keyed_owner(request, self._args.server)) is not None:
             owner = [member for member in healthy if member.url == key]
             return owner if owner or request.continues_stream else healthy
-        if not request.operation.generates and request.operation.access != "owner":
-            return healthy[:1] or healthy  # the same one each time, so that versions do not jump
+        if request.method in ("GET", "HEAD"):
+            return healthy[:1]  # the same one each time, so that what it tells does not jump
         demand = request.demand
         if not demand or not healthy:
             return healthy

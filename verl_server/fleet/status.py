@@ -133,7 +133,7 @@ class FleetStatus:
             "tokens_in_flight": max(member.tokens, member.reported_tokens),
             "capacity": member.capacity,
             "paused": member.is_paused,
-            **{name: member.info.get(name) for name in ("model", "context", "engine")},
+            **{name: member.info.get(name) for name in ("model_path", "context_length", "engine")},
         }
 
     def _metrics(self) -> bytes:
@@ -173,7 +173,7 @@ class FleetStatus:
 
     def _page(self) -> bytes:
         state = self.as_dict()
-        columns = ("url", "state", "weight_version", "lag", "requests", "load", "model", "reason")
+        columns = ("url", "state", "weight_version", "lag", "requests", "load", "reason")
         rows = "".join(
             f"<tr class={server['state']}>"
             + "".join(f"<td>{html.escape(str('' if server[name] is None else server[name]))}" for name in columns)
