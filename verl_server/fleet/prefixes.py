@@ -1,13 +1,12 @@
 """`PrefixIndex`: which servers have seen the beginning of a prompt, so that a request goes where its prefix is cached.
 
 A prompt is the bytes of the request's body from the prompt's field on: ids and messages that grow by appending have
-bytes that grow by appending. They are cut into blocks, and the hash of a block covers all blocks before it. The index
+bytes that grow by appending. They are cut into blocks; the hash of a block covers all blocks before it. The index
 remembers for each hash which servers got a request with it. It is a guess about caches; a wrong one costs time only.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -17,6 +16,8 @@ _MOST_BLOCKS = 1024
 """Blocks of a prompt that are looked at: 1 MiB takes about a millisecond."""
 _MOST_HASHES = 500_000
 """Hashes in the index, about 100 MB. Those that were not used for the longest time are dropped."""
+_MOST_BEFORE = 64 * 1024
+"""Bytes of a body in which the prompt's field is looked for."""
 _FIELDS = (
     b'"input_ids"',
     b'"messages"',
@@ -28,29 +29,37 @@ _FIELDS = (
 )
 
 
-def prompt_blocks(body: bytes, packed: int = 0) -> list[bytes]:
+def prompt_blocks(body: bytes, packed: int = 0) -> list[int]:
     """Return the hashes of the prompt's blocks. `packed` is the number of bytes of ids before the JSON, if any."""
     if packed:
         start, end = 0, packed
     else:
-        start = min((at for field in _FIELDS if (at := body.find(field, 0, 1 << 16)) >= 0), default=0)
-        end = len(body)
-    blocks: list[bytes] = []
-    before = b""
+        start, end = _prompt_start(body), len(body)
+    blocks: list[int] = []
+    before = 0
     for at in range(start, min(end, start + _MOST_BLOCKS * _BLOCK) - _BLOCK + 1, _BLOCK):
-        before = hashlib.blake2b(body[at : at + _BLOCK], digest_size=8, key=before).digest()
+        before = hash((before, body[at : at + _BLOCK]))
         blocks.append(before)
     return blocks
+
+
+def _prompt_start(body: bytes) -> int:
+    """Return the place of the first field of a prompt in a JSON body, 0 if there is none."""
+    start = _MOST_BEFORE
+    for field in _FIELDS:
+        if (at := body.find(field, 0, start + len(field) - 1)) >= 0:
+            start = at
+    return 0 if start == _MOST_BEFORE else start
 
 
 class PrefixIndex:
     def __init__(self, most_hashes: int = _MOST_HASHES) -> None:
         self._most = most_hashes
-        self._servers: OrderedDict[bytes, dict[str, int]] = OrderedDict()
+        self._servers: OrderedDict[int, dict[str, int]] = OrderedDict()
         """Hash -> name of each server that saw it -> the server's epoch at that time."""
         self._epochs: dict[str, int] = {}
 
-    def known(self, blocks: Sequence[bytes]) -> dict[str, int]:
+    def known(self, blocks: Sequence[int]) -> dict[str, int]:
         """Return the number of leading blocks that each server has seen, for servers that have seen some."""
         counts: dict[str, int] = {}
         present: set[str] | None = None
@@ -65,7 +74,7 @@ class PrefixIndex:
             counts.update(dict.fromkeys(present, count))
         return counts
 
-    def add(self, blocks: Sequence[bytes], server: str) -> None:
+    def add(self, blocks: Sequence[int], server: str) -> None:
         """Note that a server computes these blocks."""
         epoch = self._epochs.get(server, 0)
         for block in blocks:

@@ -51,6 +51,8 @@ _NOT_SENT = frozenset(
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _NOT_RETURNED = frozenset([b"connection", b"keep-alive", b"transfer-encoding", INSTANCE])
 _MOST_REFUSAL = 1024 * 1024
+_UNWATCHED_SECONDS = 0.02
+"""Seconds after which the router looks whether the client has left."""
 
 
 @dataclass
@@ -86,13 +88,16 @@ class Client:
     """The client's side of one request."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
+        """Watch the connection from a moment on: most requests that are shorter are answered before."""
         self.send = send
-        self._watch: asyncio.Task[None] = asyncio.ensure_future(self._wait(receive))
+        self._receive = receive
+        self._watch: asyncio.Task[None] | None = None
+        self._later = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, self._begin)
         self._on_left: Callable[[], None] | None = None
 
     @property
     def has_left(self) -> bool:
-        return self._watch.done()
+        return self._watch is not None and self._watch.done()
 
     def when_left(self, act: Callable[[], None] | None) -> None:
         """Call `act` when the client leaves. It replaces the one before."""
@@ -101,14 +106,22 @@ class Client:
     async def first_of(self, work: Awaitable[object]) -> None:
         """Wait for `work`, or until the client leaves."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait((task, self._watch), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, self._begin()), return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
 
     def close(self) -> None:
-        self._watch.cancel()
+        self._later.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
 
-    async def _wait(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
+    def _begin(self) -> asyncio.Task[None]:
+        self._later.cancel()
+        if self._watch is None:
+            self._watch = asyncio.ensure_future(self._wait())
+        return self._watch
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
             pass
         if self._on_left is not None:
             self._on_left()

@@ -89,7 +89,7 @@ class RoutedRequest:
         return whole_number(self.first.get(_PACKED_HEADER, b"").decode("latin-1"), most_digits=12) or 0
 
     @cached_property
-    def blocks(self) -> list[bytes]:
+    def blocks(self) -> list[int]:
         """Hashes of the blocks of the prompt (`prefixes`)."""
         return prompt_blocks(self.body, self.packed)
 

@@ -22,7 +22,11 @@ class GuardedServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, connection_limit: int, **settings: Any) -> None:
         """`connection_limit` is the largest number of connections at one time. `settings` are those of uvicorn."""
-        super().__init__(uvicorn.Config(app, http=GuardedProtocol, log_config=None, server_header=False, **settings))
+        super().__init__(
+            uvicorn.Config(
+                app, http=GuardedProtocol, log_config=None, server_header=False, proxy_headers=False, **settings
+            )
+        )
         self._connection_limit = connection_limit
         self._acceptors: list[Acceptor] = []
         self.on_started: Callable[[], None] = lambda: None
