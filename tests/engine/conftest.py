@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.restartable_server import Server
+from verl_server import Engine, EngineBase, HttpServerEngineAdapter
 
 
 @pytest.fixture
@@ -16,3 +17,20 @@ def server(text_folder: Path) -> Iterator[Server]:
     server = Server(text_folder)
     yield server
     server.stop()
+
+
+def in_process(server: Server) -> Engine:
+    """Return an engine of this process over the server's manager."""
+    engine = Engine.__new__(Engine)
+    engine._manager_or_none = server.stack.manager
+    return engine
+
+
+@pytest.fixture(params=["http", "in process"])
+def engine(server: Server, request: pytest.FixtureRequest) -> Iterator[EngineBase]:
+    """Two engines over the server without a model: an adapter, and one in this process."""
+    if request.param == "in process":
+        yield in_process(server)
+        return
+    with HttpServerEngineAdapter.attach(server.url) as adapter:
+        yield adapter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,28 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.restartable_server import Server
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, says
-from verl_server import BadRequestError, ContextLengthError, Engine, EngineBase, HttpServerEngineAdapter, VerlEngine
+from verl_server import BadRequestError, ContextLengthError, EngineBase, HttpServerEngineAdapter, VerlEngine
 from verl_server.messages.io_struct import FinishSessionReq, TokenizedGenerateReq
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.trajectory import Task
 
 ONE = {"max_new_tokens": 1}
-
-
-def in_process(server: Server) -> Engine:
-    """Return an engine of this process over the server's manager."""
-    engine = Engine.__new__(Engine)
-    engine._manager_or_none = server.stack.manager
-    return engine
-
-
-@pytest.fixture(params=["http", "in process"])
-def engine(server: Server, request: pytest.FixtureRequest) -> Iterator[EngineBase]:
-    if request.param == "in process":
-        yield in_process(server)
-        return
-    with HttpServerEngineAdapter.attach(server.url) as adapter:
-        yield adapter
 
 
 def sent(server: Server, count: int) -> list[str]:

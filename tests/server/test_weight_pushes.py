@@ -21,6 +21,14 @@ class Counted:
     def __init__(self) -> None:
         self.pushes: list[tuple[str, float]] = []
         self.failures: list[str] = []
+        self.prepared: list[float] = []
+        self.held: list[float] = []
+
+    def weights_prepared(self, seconds: float) -> None:
+        self.prepared.append(seconds)
+
+    def generation_held(self, seconds: float) -> None:
+        self.held.append(seconds)
 
     def weights_pushed(self, source: str, seconds: float) -> None:
         self.pushes.append((source, seconds))
@@ -64,6 +72,34 @@ def test_what_is_discarded_or_changes_no_weights_is_no_push() -> None:
 
     counted = told(7.0, notes)
     assert not counted.pushes and not counted.failures
+
+
+def test_the_times_of_a_reply_are_counted() -> None:
+    def reply(**payload: float) -> io.ControlReply:
+        return io.ControlReply(id=1, success=True, payload=payload)
+
+    def notes(pushes: WeightPushes) -> None:
+        pushes.note(DISK, reply(prepare_seconds=2.0, pause_seconds=0.5), 1.0, False)
+        pushes.note(BeginWeightUpdateReq(), DONE, 1.0, False)
+        pushes.note(DISK, reply(prepare_seconds=3.0), 1.0, True)
+        pushes.note(EndWeightUpdateReq(), reply(pause_seconds=4.0), 1.0, True)
+        pushes.note(DISK, FAILED, 1.0, False)
+
+    counted = told(7.0, notes)
+    assert (counted.prepared, counted.held) == ([2.0, 3.0], [0.5, 4.0])
+
+
+def test_the_times_are_in_the_metrics_and_in_the_answer(stack: Stack) -> None:
+    times = {"prepare_seconds": 2.0, "pause_seconds": 0.25}
+    stack.scheduler.control = lambda req: io.ControlReply(id=req.id, success=True, payload=times)
+    text = stack.get("/metrics").text
+    for name in ("prepare", "pause"):
+        assert re.search(rf"weight_{name}_seconds_count{{.*}} 0.0", text)
+    answer = stack.post("/update_weights_from_tensor", {"registration": "r"}).json()
+    assert answer["prepare_seconds"] == 2.0 and answer["pause_seconds"] == 0.25
+    text = stack.get("/metrics").text
+    for name, seconds in (("prepare", 2.0), ("pause", 0.25)):
+        assert re.search(rf"weight_{name}_seconds_sum{{.*}} {seconds}", text)
 
 
 def pushes(stack: Stack) -> dict[str, float]:

@@ -164,6 +164,20 @@ def test_an_update_without_a_label_gets_a_new_one(start: Start) -> None:
     assert [WeightVersion.parse(label) is None for label in labels] == [False] * 4 + [True, False]
 
 
+def test_a_demand_on_the_weight_version_is_refused(start: Start) -> None:
+    """SGLang would ignore the field, and the caller would trust the answer."""
+    server = start({"/server_info": (200, {"version": "0.5.23", "internal_states": [{}]})})
+    with HttpServerEngineAdapter.attach(server.url) as adapter:
+        for demand in ({"min_weight_version": "1@5f2c9a1e"}, {"exact_weight_version": 3}):
+            with pytest.raises(BadRequestError, match=f"{next(iter(demand))} needs a verl-server"):
+                adapter.generate(input_ids=[5], **demand)  # type: ignore[call-overload]
+            with pytest.raises(BadRequestError, match="needs a verl-server"):
+                asyncio.run(adapter.async_generate(input_ids=[5], **demand))  # type: ignore[call-overload]
+            with pytest.raises(BadRequestError, match="needs a verl-server"):
+                list(adapter.generate(input_ids=[5], stream=True, **demand))  # type: ignore[call-overload]
+    assert not server.posted
+
+
 def test_a_session_stays_here(start: Start) -> None:
     """SGLang 0.5.23 takes one id for a whole batch, and keeps what its own cache knows of a session until its end."""
     result = {"text": "", "output_ids": [1], "meta_info": {}}

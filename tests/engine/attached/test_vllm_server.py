@@ -221,7 +221,8 @@ def test_a_session_stays_here(adapter: HttpServerEngineAdapter, server: FakeServ
 
 
 def test_options_that_cannot_be_expressed_are_refused(adapter: HttpServerEngineAdapter) -> None:
-    for options in ({"token_ids_logprob": [1]}, {"return_sampling_mask": True}):
+    demands = ({"min_weight_version": "1@5f2c9a1e"}, {"exact_weight_version": 3})
+    for options in ({"token_ids_logprob": [1]}, {"return_sampling_mask": True}, *demands):
         with pytest.raises(BadRequestError, match=next(iter(options))):
             adapter.generate("x", **options)  # type: ignore[call-overload]
     with pytest.raises(BadRequestError, match="stop_regex"):

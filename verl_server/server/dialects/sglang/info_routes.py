@@ -73,7 +73,10 @@ class InfoApi:
         return json_response(model_info(self._manager))
 
     async def weight_version(self, request: Request) -> Response:
-        """Return a `ServedVersion`, at once: the scheduler is not asked. 503 while the server starts or stops."""
+        """Return {"weight_version", "since", "instance_id", "weights_confirmed", "accepts"} at once: the scheduler is
+        not asked. `since` is the Unix time at which this label was activated, that of the start for the loaded weights.
+        `accepts` is false before the first request of the start was answered, and while the weights cannot serve: torn,
+        not loaded or released, as far as the scheduler's last reply said. 503 while the server starts or stops."""
         manager, controls = self._manager, self._manager.controls
         manager.check_serving()
         served: ServedVersion = {
