@@ -75,6 +75,7 @@ class Monkey:
         self.modes, self.pause_modes, self.memory = modes, pause_modes, memory
         self.prompts: dict[str, list[int]] = {}
         self.news: dict[str, int] = {}
+        self.demands: dict[str, str] = {}
         self.silent: list[str] = []
         self.controls = 0
 
@@ -89,6 +90,7 @@ class Monkey:
         for _ in range(rng.choice([1, 1, 1, 4])):
             rid = f"r{len(self.prompts)}"
             self.prompts[rid], self.news[rid] = ids, new
+            self.demands[rid] = self.h.weights.version if len(self.prompts) % 7 < 2 else ""
             self.h.add(
                 rid,
                 ids,
@@ -100,6 +102,7 @@ class Monkey:
                 namespace=["", "", "salt", f"v{self.h.runner.salt}"][len(self.prompts) % 4],
                 priority=[0, 0, 0, 5, -5][len(self.prompts) % 5],
                 session_id=["", "", "a", f"s{len(self.prompts) // 8}"][len(self.prompts) % 4],
+                weight_demand=self.demands[rid],
             )
 
     def disturb(self) -> None:
@@ -172,7 +175,9 @@ class Monkey:
             elif reason.type == "stop":
                 assert reason.matched in ("NaN happened", *h.tokens[rid][-1:])
             else:
-                assert reason.type == "abort" and reason.status_code in (None, 500, 503)
+                assert reason.type == "abort" and reason.status_code in (None, 409, 500, 503)
+                assert (reason.status_code == 409) == reason.at_border <= bool(self.demands[rid])
+            assert not self.demands[rid] or set(h.versions[rid]) <= {self.demands[rid]}
             if h.logprobs[rid]:
                 assert len(h.logprobs[rid]) == len(h.tokens[rid])
         assert h.runner.uncollected == 0
@@ -208,6 +213,7 @@ def test_everything_at_once(seed: int, settings: dict[str, Any], overlaps: bool,
     assert {reason.type for reason in reasons} == {"length", "stop", "abort"}
     assert any(reason.matched == "NaN happened" for reason in reasons)
     assert any(reason.status_code == 500 for reason in reasons), "no step failed"
+    assert any(reason.at_border for reason in reasons), "no request ended at a change of the version"
     planner = monkey.h.scheduler.planner
     assert planner.num_cached_tokens > 0 and (settings is LARGE or planner.num_retractions > 0)
 
