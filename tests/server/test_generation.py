@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from verl_server.errors import ServerDiedError, ServerUnavailableError
+from verl_server.errors import ServerDiedError, ServerUnavailableError, VersionSupersededError
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.messages.packed import TokenLogprobs
 from verl_server.sampling_params import SamplingParams
-from verl_server.server.generation import Generation
+from verl_server.server.generation import Generation, failure
 from verl_server.server.request_state import ReqState
 
 
@@ -79,6 +79,29 @@ def test_results_with_candidates_are_built_while_other_samples_run() -> None:
         results = await asyncio.wait_for(call, 5)
         assert [r["output_ids"] for r in results] == [[0], [1], [2]]
         assert all(r["meta_info"]["output_top_logprobs"] == [[[-0.5, 7, None], [-1.0, 8, None]]] for r in results)
+
+    asyncio.run(main())
+
+
+BORDER = FinishReason.refused(VersionSupersededError("it is over"), at_border=True)
+
+
+def test_the_tokens_of_a_sample_that_a_push_ended_are_a_result() -> None:
+    """Also for a session, which stores them after the client has left."""
+
+    async def main() -> None:
+        generation = make(2)
+        step(generation, 0, [5])
+        for i in range(2):
+            step(generation, i, [], BORDER)
+        cut, empty = generation.states
+        assert failure(cut) is None and isinstance(failure(empty), VersionSupersededError)
+        results = await asyncio.wait_for(generation.result(), 5)
+        assert [result["output_ids"] for result in results] == [[5], []]
+        with pytest.raises(VersionSupersededError, match="it is over"):
+            alone = make(1)
+            step(alone, 0, [], BORDER)
+            await asyncio.wait_for(alone.result(), 5)
 
     asyncio.run(main())
 

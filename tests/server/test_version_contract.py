@@ -20,7 +20,7 @@ from tests.server.test_error_shapes import check_shape, mounted
 from tests.server.test_fields import BODIES, TEMPLATE
 from tests.server.test_http_routes import events
 from verl_server.errors import ServerStoppingError, ServerUnavailableError, VersionSupersededError
-from verl_server.messages.io_struct import FinishReason, TokenizedGenerateReq
+from verl_server.messages.io_struct import ControlReply, FinishReason, TokenizedGenerateReq
 from verl_server.server.sessions.records import SessionRecord, decoded, payload
 from verl_server.version_demand import ServedVersions
 
@@ -186,14 +186,21 @@ def test_an_unauthorized_caller_learns_no_version(stack: Stack) -> None:
     assert answer.status_code == 401 and "X-Verl-Weight-Version" not in answer.headers
 
 
-def test_while_the_weights_cannot_serve_the_scheduler_says_why(stack: Stack) -> None:
-    stack.manager.controls.weights_refusal = "The weights are torn."
-    try:
-        assert post(stack, "/generate", min_weight_version=V3).status_code == 200, "the fake refuses nothing"
-        assert stack.get("/weight_version", headers=OWNER).json()["accepts"] is False
-    finally:
-        stack.manager.controls.weights_refusal = None
-    assert stack.get("/weight_version", headers=OWNER).json()["accepts"] is True
+def test_while_the_weights_cannot_serve_the_scheduler_says_why(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    asked = BODIES["/generate"] | {"exact_weight_version": V3}
+    refusal: str | None = "The weights are torn."
+    stack.scheduler.control = lambda req: ControlReply(id=req.id, success=True, weights_refusal=refusal)
+    assert stack.post("/update_weight_version", {"new_version": V1}).status_code == 200
+    assert stack.get("/weight_version").json()["accepts"] is False
+    assert stack.post("/generate", asked).status_code == 200, "it reached the scheduler, and the fake refuses nothing"
+    assert stack.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+    assert stack.post("/generate", asked).status_code == 409, "it would wait for weights that may be others"
+    assert stack.post("/continue_generation", {}).status_code == 200
+    refusal = None
+    assert stack.post("/update_weight_version", {"new_version": V1}).status_code == 200
+    assert stack.get("/weight_version").json()["accepts"] is True
+    assert stack.post("/generate", asked).status_code == 409
 
 
 # -- the border ------------------------------------------------------------------------------------------------

@@ -319,10 +319,10 @@ class TokenizerManager:
     def _check_demand(self, demand: str) -> None:
         """Raise WeightVersionError if the served version does not satisfy a request's demand.
 
-        If the weights cannot serve, the scheduler says why (503).
+        If the weights cannot serve, and no pause makes requests wait until they can, the scheduler says why (503).
         """
         refusal = self.controls.versions.refusal(demand)
-        if refusal is not None and self.controls.weights_refusal is None:
+        if refusal is not None and (self.controls.weights_refusal is None or self.controls.is_paused):
             raise refusal
 
     # -- the scheduler's socket -----------------------------------------------------------------------------
