@@ -143,7 +143,7 @@ def test_meta_info_and_sglext(call: Caller) -> None:
         "output_ids": [call.text.encode("Hello!")],
         "cached_tokens_details": {"device": 0, "host": 0},
     }
-    assert answer["metadata"] == {"weight_version": "default"}
+    assert answer["metadata"] == {"weight_version": "default", "weight_version_start": "default"}
     assert answer["choices"][0]["weight_versions"] == [{"version": "default", "start": 0, "end": 6}]
     assert call.complete(return_meta_info=True)["choices"][0]["meta_info"]["prompt_tokens"] == 2
 
