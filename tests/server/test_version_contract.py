@@ -5,6 +5,7 @@ The fake scheduler serves the versions that a test names. tests/scheduler has th
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
@@ -201,6 +203,34 @@ def test_while_the_weights_cannot_serve_the_scheduler_says_why(make_stack: MakeS
     assert stack.post("/update_weight_version", {"new_version": V1}).status_code == 200
     assert stack.get("/weight_version").json()["accepts"] is True
     assert stack.post("/generate", asked).status_code == 409
+
+
+@pytest.mark.parametrize(("demanded", "requests"), [(V3, 2), (V1, 1)])
+def test_openais_client_retries_what_may_come(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, demanded: str, requests: int
+) -> None:
+    """The package retries every 409 otherwise, also one that never changes."""
+    answers: list[httpx.Response] = []
+    waits: list[float] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        headers = {"content-type": "application/json", **OWNER}
+        got = stack.request(request.method, request.url.path, content=request.content, headers=headers)
+        answers.append(got)
+        serve(stack, V3)
+        return httpx.Response(got.status_code, headers=got.headers, content=got.content, request=request)
+
+    monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
+    http = httpx.Client(transport=httpx.MockTransport(answer))
+    with openai.OpenAI(base_url="http://localhost/v1", api_key="x", http_client=http, max_retries=5) as client:
+        ask = functools.partial(client.completions.create, model="m", prompt="hi", max_tokens=2)
+        if requests == 1:
+            with pytest.raises(openai.ConflictError):
+                ask(extra_body={"exact_weight_version": demanded})
+        else:
+            ask(extra_body={"exact_weight_version": demanded})
+    assert [each.status_code for each in answers] == [409, 200][:requests]
+    assert waits == [1.0] * (requests - 1)
 
 
 # -- the border ------------------------------------------------------------------------------------------------
