@@ -71,6 +71,22 @@ BREAKS = [
         r"assert \(False, 500, 'serving', 1\) == \(False, 500, 'torn', 1\)",
     ),
     Break(
+        "no token violates a demand on the version: at a push",
+        "scheduler/control/version_border.py",
+        "in self._scheduler.demands():\n",
+        "in list[tuple[str, str]]():\n",
+        "tests/scheduler/test_scheduler_versions.py",
+        r"assert \('length', None, None, False\) == \('abort', 409",
+    ),
+    Break(
+        "no token violates a demand on the version: on arrival",
+        "scheduler/scheduler.py",
+        "self.control.border.refusal(message.weight_demand)",
+        'self.control.border.refusal("")',
+        "tests/scheduler/test_scheduler_versions.py::test_an_arrival_is_judged_by_the_version_of_now",
+        r"{'exact': \('length', None, None, False\)} != {'exact': \('abort', 409",
+    ),
+    Break(
         "an update is whole",
         "worker/weights/weight_sources.py",
         "        return req.partial\n    is_described",
