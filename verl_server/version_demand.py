@@ -32,29 +32,27 @@ _MOST_KEPT = 1024
 """The most labels, and the most incarnations, that `ServedVersions` keeps."""
 
 
-def read_demand(
-    minimum: str | None, exact: str | None, names: tuple[str, str] = (MIN_FIELD, EXACT_FIELD), place: str = ""
-) -> str:
+def read_demand(minimum: str | None, exact: str | None, names: tuple[str, str] = (MIN_FIELD, EXACT_FIELD)) -> str:
     """Return the demand that two fields state, or "" if both are None.
 
-    `names` are the names of the fields in messages, `place` says where they stand. Raise BadRequestError if both are
-    set, if a label is empty or too long, and for a free label as the minimum.
+    `names` are the names of the fields in messages. Raise BadRequestError if both are set, if a label is empty or too
+    long, and for a free label as the minimum.
     """
     if minimum is not None and exact is not None:
-        raise BadRequestError(f"{place}{names[0]} and {names[1]} cannot both be set. Send one of them.")
+        raise BadRequestError(f"{names[0]} and {names[1]} cannot both be set. Send one of them.")
     if minimum is not None:
-        _check_length(place + names[0], minimum)
+        _check_length(names[0], minimum)
         version = WeightVersion.parse(minimum)
         if version is None:
             raise BadRequestError(
-                f"{place}{names[0]}: {minimum!r} is a free label, and free labels have no order. Send a version "
+                f"{names[0]}: {minimum!r} is a free label, and free labels have no order. Send a version "
                 f"NUMBER@INCARNATION, or {names[1]}."
             )
         return at_least(version)
     if exact is not None:
-        _check_length(place + names[1], exact)
+        _check_length(names[1], exact)
         if exact.startswith(">=") and WeightVersion.parse(exact[2:]) is not None:
-            raise BadRequestError(f"{place}{names[1]}: {exact!r} is no label. Send {names[0]} to demand at least it.")
+            raise BadRequestError(f"{names[1]}: {exact!r} is no label. Send {names[0]} to demand at least it.")
         return exact
     return ""
 
