@@ -16,29 +16,24 @@ TOKENS = 4
 SEEDS = range(4)
 PATIENCE = 60.0
 """Seconds for which a client repeats a request."""
-RETRIED = (503, 409)
 
 
-def again(
-    send: Callable[[httpx.Client], httpx.Response], url: str, seconds: float = PATIENCE
-) -> tuple[httpx.Response, list[str]]:
+def again(send: Callable[[], httpx.Response]) -> tuple[httpx.Response, list[str]]:
     """Send a request until it is answered, as an SDK does. Return the answer, and what came before it."""
     before: list[str] = []
-    deadline = time.monotonic() + seconds
-    with httpx.Client(base_url=url, trust_env=False, timeout=90) as client:
-        while True:
-            try:
-                answer = send(client)
-                answer.read()
-            except httpx.HTTPError as error:
-                before.append(type(error).__name__)
-            else:
-                if answer.status_code != 503 or time.monotonic() > deadline:
-                    return answer, before
-                assert "retry-after" in answer.headers, answer.text
-                before.append(f"503 {answer.headers['x-verl-error']}")
-            assert time.monotonic() < deadline, before
-            time.sleep(0.05)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            answer = send()
+        except httpx.HTTPError as error:
+            before.append(type(error).__name__)
+        else:
+            if answer.status_code != 503:
+                return answer, before
+            assert "retry-after" in answer.headers, answer.text
+            before.append(f"503 {answer.headers['x-verl-error']}")
+        assert time.monotonic() < deadline, before
+        threading.Event().wait(0.05)
 
 
 def short(seed: int) -> dict[str, Any]:
@@ -82,9 +77,7 @@ class Traffic:
         while not self._stop.is_set():
             seed = (seed + 1) % len(SEEDS)
             body, began = short(seed), time.monotonic()
-            answer, trouble = again(
-                lambda http, body=body: http.post("/generate", json=body, headers=OWNER), self._fleet.router.url
-            )
+            answer, trouble = again(lambda body=body: self._fleet.client.post("/generate", json=body))  # type: ignore[misc]
             if answer.status_code != 200:
                 self.refused.append(answer.text)
                 continue
@@ -132,9 +125,7 @@ class Talk:
         asked = [*self.messages, {"role": "user", "content": f"message {len(self.replies)}"}]
         body = {"messages": asked, "max_tokens": tokens, "temperature": 1.0, "return_token_ids": True}
         headers = {"Authorization": f"Bearer {self.key}", "Idempotency-Key": f"{self.id}-{len(self.replies)}"}
-        answer, trouble = again(
-            lambda http: http.post("/v1/chat/completions", json=body, headers=headers), self.fleet.router.url
-        )
+        answer, trouble = again(lambda: self.fleet.client.post("/v1/chat/completions", json=body, headers=headers))
         self.trouble += trouble
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-verl-server"] == self.server
@@ -192,7 +183,7 @@ class Creators:
     def _one(self, name: str) -> None:
         self.names.append(name)
         body = {"id": name, "seed": 1}
-        answer, trouble = again(lambda http: http.post("/sessions", json=body, headers=OWNER), self._fleet.router.url)
+        answer, trouble = again(lambda: self._fleet.client.post("/sessions", json=body))
         if answer.status_code == 409 and trouble:
             self.unclear.append(name)
             return

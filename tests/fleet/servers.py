@@ -149,6 +149,7 @@ class Fleet:
         auto: Any = AutoModelForCausalLM
         self._weights = auto.from_pretrained(model, dtype=torch.float32).state_dict()
         self.client = httpx.Client(base_url=self.router.url, headers=OWNER, trust_env=False, timeout=90)
+        """Client of the router, for all threads of a test."""
 
     def __enter__(self) -> Fleet:
         self._stack.callback(self.client.close)
