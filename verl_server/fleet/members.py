@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import ssl
 import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -34,6 +36,8 @@ from verl_server.fleet.versions import FleetVersions
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
+_AWAITED = 0.1
+"""Seconds between two looks at a server that answers, while a request waits for a change."""
 _MOST_ANSWER = 4 * 2**20
 _DEFAULT_CAPACITY = 100_000
 """Tokens that a cache is taken to hold until the server has said how many it holds."""
@@ -88,8 +92,8 @@ class Member:
         self.is_paused = False
         self.wake = asyncio.Event()
         """Set to look at the server at once."""
-        self.looks = 0
-        """Number of looks that have ended."""
+        self.looks = self.looks_begun = 0
+        """Number of looks that have ended, and that have begun."""
 
     @property
     def instance(self) -> str | None:
@@ -136,20 +140,25 @@ class Fleet:
         args: RouterArgs,
         server_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_renewed: Callable[[Member], None] = lambda member: None,
     ) -> None:
-        """`server_key` is the key with which the router looks at servers. `on_renewed` is called when a member runs
-        anew or has other weights, so that what its cache held is gone."""
+        """`server_key` is the key with which the router looks at servers."""
         self.args = args
         self._clock = clock
-        self._on_renewed = on_renewed
+        self.on_renewed: Callable[[Member], None] = lambda member: None
+        """Called when a member runs anew or has other weights, so that what its cache held is gone."""
         self._headers = [(b"accept", b"application/json")]
         if server_key is not None:
             self._headers.append((b"authorization", b"Bearer " + server_key.encode()))
-        self.members = [Member(url, Upstream(url, _CONNECT_SECONDS)) for url in args.server]
+        tls = ssl.create_default_context() if any(url.startswith("https:") for url in args.server) else None
+        self.members = [Member(url, Upstream(url, _CONNECT_SECONDS, tls)) for url in args.server]
         self.versions = FleetVersions(args.stale_after)
         self._saw_confirmed = False
-        self._changed = asyncio.Event()
+        self.changes = 0
+        """Number of changes so far, for `changed`."""
+        self._view: object = None
+        """What `settle` found last."""
+        self._changed, self._looked = asyncio.Event(), asyncio.Event()
+        self._waiting = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -172,24 +181,36 @@ class Fleet:
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    async def changed(self, seconds: float) -> bool:
-        """Wait until a look has ended or a state has changed, at most so many seconds. Return False after them."""
-        event = self._changed
+    async def changed(self, seconds: float, since: int | None = None) -> bool:
+        """Wait until a state, a version or the model of a member changes. Return False after so many seconds.
+
+        Return at once if `changes` is not `since` any more. The members are looked at more often meanwhile.
+        """
+        if since is not None and since != self.changes:
+            return True
+        if not self._waiting:
+            for member in self.members:
+                if not member.failures:
+                    member.wake.set()
+        self._waiting += 1
         try:
-            async with asyncio.timeout(max(0.0, seconds)):
-                await event.wait()
-        except TimeoutError:
-            return False
-        return True
+            return await _is_set(self._changed, seconds)
+        finally:
+            self._waiting -= 1
 
     async def look_now(self, members: Iterable[Member] | None = None) -> None:
-        """Look at the members now, and return when each look has ended. Looks of several callers are joined."""
-        asked = [(member, member.looks) for member in (self.members if members is None else members)]
+        """Look at members, by default at those that are not dead, and return when each look has ended.
+
+        Looks of several callers are joined. A look that has begun before does not count.
+        """
+        if members is None:
+            members = [member for member in self.members if member.state != State.DEAD]
+        asked = [(member, member.looks_begun + 1) for member in members]
         for member, _ in asked:
             member.wake.set()
         deadline = self._clock() + self.args.probe_timeout
-        while any(member.looks == before for member, before in asked) and (left := deadline - self._clock()) > 0:
-            await self.changed(left)
+        while any(member.looks < number for member, number in asked) and (left := deadline - self._clock()) > 0:
+            await _is_set(self._looked, left)
 
     def suspect(self, member: Member, reason: str) -> None:
         """Note that a connection to a member broke, and look at it at once."""
@@ -216,22 +237,24 @@ class Fleet:
         while True:
             member.wake.clear()
             await self._look(member)
-            try:
-                async with asyncio.timeout(self.args.probe_interval):
-                    await member.wake.wait()
-            except TimeoutError:
-                pass
+            is_awaited = self._waiting and not member.failures
+            await _is_set(member.wake, min(self.args.probe_interval, _AWAITED if is_awaited else math.inf))
 
     async def _look(self, member: Member) -> None:
         """Look at a member once, and settle the states of all."""
+        member.looks_begun += 1
         try:
             status, body, header = await self._get(member, b"/weight_version")
             self._answered(member, status, body, header)
         except ServerDiedError as error:
             self._failed(member, str(error))
+        except Exception as error:  # whatever a server answers, it is looked at again
+            logger.exception("The look at %s failed.", member.url)
+            self._failed(member, f"A look at it failed: {error!r}")
         member.looks += 1
         self.settle()
-        self._notify()
+        self._looked.set()
+        self._looked = asyncio.Event()
 
     def _answered(self, member: Member, status: int, body: bytes, instance: str | None) -> None:
         text = body[:300].decode("utf-8", "replace")
@@ -253,7 +276,7 @@ class Fleet:
         if before is None or (before.instance_id, before.weight_version) != (report.instance_id, report.weight_version):
             if before is None or before.instance_id != report.instance_id:
                 member.info = {}
-            self._on_renewed(member)
+            self.on_renewed(member)
         member.report = report
 
     def _failed(self, member: Member, reason: str) -> None:
@@ -272,11 +295,17 @@ class Fleet:
         confirmed = {url: r.weight_version for url, r in reports.items() if r.weights_confirmed and r.accepts}
         counted = {url: label for url, label in confirmed.items() if not self._is_out(url)}
         self._saw_confirmed |= bool(counted)
-        self.versions.note(counted, now)
+        silent = {each.url for each in self.members if each.report is None and not self._is_out(each.url)}
+        is_complete = len(counted) == sum(not each.is_retired for each in self.members)
+        self.versions.note(counted, now, silent, is_complete=is_complete)
         for member in self.members:
             state, reason = self._judged(member, now)
             if state != member.state or (reason != member.reason and state != State.HEALTHY):
                 self._set(member, state, reason)
+        view = self.versions.committed, [(member.state, member.report, member.info) for member in self.members]
+        if view != self._view:
+            self._view = view
+            self._notify()
 
     def _is_out(self, url: str) -> bool:
         member = self.member(url)
@@ -333,15 +362,16 @@ class Fleet:
         return None
 
     def _set(self, member: Member, state: State, reason: str) -> None:
-        if state != member.state:
+        before, member.state, member.reason = member.state, state, reason
+        if state != before:
             level = logging.INFO if state in (State.HEALTHY, State.STARTING) else logging.WARNING
             logger.log(level, "%s is %s. %s", member.url, state.value, reason)
             if state == State.DEAD:
                 member.upstream.close(f"{member.url} is dead: {reason}")
-        member.state, member.reason = state, reason
-        self._notify()
+            self._notify()
 
     def _notify(self) -> None:
+        self.changes += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -358,6 +388,8 @@ class Fleet:
                         self._take_info(member, msgspec.json.decode(body))
                 except (ServerDiedError, msgspec.DecodeError):
                     pass
+                except Exception:  # the figures are of an unknown form
+                    logger.exception("/server_info of %s cannot be read.", member.url)
             await asyncio.sleep(self.args.probe_interval)
 
     def _take_info(self, member: Member, info: dict[str, Any]) -> None:
@@ -390,3 +422,13 @@ class Fleet:
                 exchange.close()
         instance = exchange.header(b"x-verl-instance")
         return exchange.status, body, None if instance is None else instance.decode("latin-1")
+
+
+async def _is_set(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, at most so many seconds. Return False after them."""
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive, Send
 
-from verl_server.errors import ServerDiedError
+from verl_server.errors import ServerDiedError, ServerStoppingError
 from verl_server.fleet.answers import error_event
 from verl_server.fleet.members import Member
 from verl_server.fleet.requests import RoutedRequest
@@ -168,6 +168,8 @@ class Relay:
             data = await exchange.read()
         except ServerDiedError as error:
             return Outcome(lost=error)
+        except asyncio.CancelledError:  # the time that a router has for its end is over
+            raise ServerStoppingError("The router is stopping. Repeat the request.") from None
         if request.operation.access in ("owner", "local_owner") and request.method != "GET" and exchange.status < 300:
             data += await self._rest(exchange)
             self.on_answer(request, member, data)
@@ -198,15 +200,15 @@ class Relay:
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 data = await exchange.read()
-        except ServerDiedError as error:
+        except (ServerDiedError, asyncio.CancelledError) as error:
+            is_stopping = isinstance(error, asyncio.CancelledError)  # the time that a router has for its end is over
+            who = "The router" if is_stopping else "The server that generated"
             logger.warning(
                 "%s %s: the answer of %s broke. %s", request.method, request.operation.name, member.url, error
             )
             if not is_stream:
                 return  # uvicorn closes the connection, because the answer has no end
-            failed = ServerDiedError(
-                f"The server that generated ended in the middle of the stream. Repeat the request. ({error})"
-            )
+            failed = ServerDiedError(f"{who} ended in the middle of the stream. Repeat the request. ({error})")
             data, rest = error_event(request.operation.dialect, failed), b""
         await send({"type": "http.response.body", "body": data + rest, "more_body": False})
 

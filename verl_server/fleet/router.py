@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from verl_server.errors import (
     ServerDiedError,
     ServerRestartedError,
+    ServerStoppingError,
     ServerUnavailableError,
     SessionUnavailableError,
     UnauthorizedError,
@@ -48,8 +49,11 @@ from verl_server.weight_version import WeightVersion, satisfies
 
 _RESTARTED = ServerRestartedError.__name__
 _BEHIND = VersionBehindError.__name__
-_NOT_NOW = frozenset((SessionUnavailableError.__name__, "ServerStoppingError"))
+_STOPPING = ServerStoppingError.__name__
+_NOT_NOW = frozenset((SessionUnavailableError.__name__, _STOPPING))
 """Refusals of a session's turn, of which nothing was done, and which the same server may accept later."""
+_MOST_LOSSES = 3
+"""Servers that may be lost with a request in them. A request that ends servers must not end all of them."""
 
 
 class Router:
@@ -64,6 +68,7 @@ class Router:
         self._args = fleet.args
         self._resolver = Resolver(operations)
         self.placement = Placement(fleet.args.spill_margin)
+        fleet.on_renewed = lambda member: self.placement.prefixes.forget(member.url)
         self.sessions = SessionPlaces(fleet, clock)
         self._control = Control(fleet)
         self._relay = Relay(fleet.args.name, self._on_created)
@@ -199,6 +204,7 @@ class Router:
         deadline = self._clock() + self._args.hold_seconds
         last: Refusal | None = None
         while not client.has_left:
+            since = self._fleet.changes
             if member.takes_turns:
                 outcome = await self._relay.attempt(request, member, client)
                 if outcome.delivered:
@@ -210,9 +216,10 @@ class Router:
                         f"The server of the session broke the connection. It keeps the turn if it was complete: repeat "
                         f"the request. ({outcome.lost})"
                     )
-                if outcome.refusal is not None and outcome.refusal.error not in (*_NOT_NOW, _RESTARTED):
+                if outcome.refusal is not None and outcome.refusal.error not in (*_NOT_NOW, _RESTARTED, _BEHIND):
                     break
-            if not await self._wait(client, deadline):
+            may_change_unseen = member.takes_turns and member.is_confirmed
+            if not await self._wait(client, deadline, since, polls=may_change_unseen):
                 break
         await self._refuse(
             client,
@@ -226,42 +233,46 @@ class Router:
         """Send a request to a server that may get it. If the server did not do it, try the next one."""
         is_placed = request.operation.generates or request.operation.access in ("owner", "local_owner")
         deadline = self._clock() + (self._args.hold_seconds if is_placed else 0.0)
+        await self._look_for(request.demand)
         tried: set[str] = set()
         last: Refusal | None = None
         lost: ServerDiedError | None = None
+        losses = 0
         while not client.has_left:
-            candidates = [each for each in await self._candidates(request) if each.url not in tried]
-            if (
-                not candidates
-                and tried
-                and lost is None
-                and last is not None
-                and last.error not in (_RESTARTED, _BEHIND)
-            ):
-                break  # all of them refuse it, for example because their queues are full
+            since = self._fleet.changes
+            candidates = [each for each in self._candidates(request) if each.url not in tried]
+            is_behind = lost is None and last is not None and last.error == _BEHIND
             if candidates:
+                self.placement.counts["repeated"] += bool(tried)
                 member = self.placement.choose(request, candidates)
                 outcome = await self._relay.attempt(request, member, client)
                 if outcome.delivered:
                     return
                 self._note(member, outcome)
                 last, lost = outcome.refusal or last, outcome.lost
+                losses += lost is not None and outcome.was_sent
                 tried.add(member.url)
-                self.placement.counts["repeated"] += 1
-                if self._is_final(request, outcome):
+                if self._is_final(request, outcome) or losses >= _MOST_LOSSES:
+                    self._note_maybe_created(request, member, outcome)
                     break
-                if outcome.refusal is not None and outcome.refusal.error in (_RESTARTED, _BEHIND):
-                    await self._fleet.look_now([member])
                 continue
-            tried.clear()
-            if not await self._wait(client, deadline):
+            if tried and lost is None and last is not None and last.error not in (_RESTARTED, _BEHIND):
+                break  # all of them refuse it, for example because their queues are full
+            if not await self._wait(client, deadline, since, polls=bool(tried) and not is_behind):
                 break
+            tried.clear()
         message = (
             self._why_none(request) if lost is None else f"No server could be reached that may get the request. {lost}"
         )
         await self._refuse(client, last, unavailable(False, message))
 
-    async def _candidates(self, request: RoutedRequest) -> list[Member]:
+    async def _look_for(self, demand: str) -> None:
+        """Look at the servers if none is known to have a demanded version: a trainer may have pushed it just now."""
+        healthy = self._fleet.healthy
+        if demand and healthy and not any(satisfies(member.version, demand) for member in healthy):
+            await self._fleet.look_now()
+
+    def _candidates(self, request: RoutedRequest) -> list[Member]:
         """Return the servers that may get a request, by their states and the version that it demands."""
         healthy = self._fleet.healthy
         if (key := self.placement.keyed_owner(request, self._args.server)) is not None:
@@ -273,10 +284,6 @@ class Router:
         if not demand or not healthy:
             return healthy
         fitting = [member for member in healthy if satisfies(member.version, demand)]
-        if not fitting:
-            await self._fleet.look_now()  # a trainer may have pushed it since the last look
-            healthy = self._fleet.healthy
-            fitting = [member for member in healthy if satisfies(member.version, demand)]
         if fitting:
             return fitting if self._is_admitted(demand) else []
         return healthy[:1]  # it says whether the version is to come, or is gone for good
@@ -316,15 +323,28 @@ class Router:
     def _note(self, member: Member, outcome: Outcome) -> None:
         if outcome.lost is not None:
             self._fleet.suspect(member, str(outcome.lost))
-        elif outcome.refusal is not None and outcome.refusal.error in (_RESTARTED, "ServerStoppingError"):
+        elif outcome.refusal is not None and outcome.refusal.error in (_RESTARTED, _BEHIND, _STOPPING):
             member.wake.set()
 
-    async def _wait(self, client: Client, deadline: float) -> bool:
-        """Wait for a change of the fleet. Return False at the deadline, or if the client has left."""
+    def _note_maybe_created(self, request: RoutedRequest, member: Member, outcome: Outcome) -> None:
+        """Let a repeated creation of a session go to the server that may have carried out the first one."""
+        name = request.fields.id if request.operation.name == "/sessions" else None
+        if isinstance(name, str) and outcome.lost is not None:
+            self.sessions.may_have(member.url, name)
+
+    async def _wait(self, client: Client, deadline: float, since: int, *, polls: bool) -> bool:
+        """Wait until the fleet changes after `since`. Return False at the deadline, or if the client has left.
+
+        With `polls`, return after an interval without a change, too: a server refused the request for a reason that no
+        look finds out.
+        """
         left = deadline - self._clock()
         if left <= 0:
             return False
-        await client.first_of(self._fleet.changed(left))
+        try:
+            await client.first_of(self._fleet.changed(min(left, self._args.probe_interval if polls else left), since))
+        except asyncio.CancelledError:
+            raise ServerStoppingError("The router is stopping. Nothing was done: repeat the request.") from None
         return not client.has_left
 
     async def _refuse(self, client: Client, refusal: Refusal | None, error: VerlServerError) -> None:

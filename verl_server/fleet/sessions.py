@@ -56,6 +56,10 @@ class SessionPlaces:
         if key is not None:
             self._keys[_hashed(key.encode())] = url
 
+    def may_have(self, url: str, name: str) -> None:
+        """Note the server that was lost while it created a session. It may have the session when it is back."""
+        self._names[name] = url
+
     def ended(self, name: str) -> None:
         self._names.pop(name, None)
 

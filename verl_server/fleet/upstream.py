@@ -73,7 +73,7 @@ class Upstream:
             if connection.is_open and now - connection.idle_since < _IDLE_SECONDS:
                 self._used.add(connection)
                 return connection
-            connection.close()
+            connection.abort()
         return None
 
     async def _open(self) -> Connection:
@@ -87,19 +87,21 @@ class Upstream:
             raise UnreachableError(f"{self.url} accepted no connection within {self._connect_seconds:g} s.") from None
         except OSError as error:
             raise UnreachableError(f"{self.url} cannot be reached: {error.strerror or error}.") from None
+        if not connection.is_open:
+            raise UnreachableError(f"{self.url} closed the connection at once.")
         self._used.add(connection)
         return connection
 
     def give_back(self, connection: Connection, *, keep: bool) -> None:
         """Take a connection after its exchange. Close it unless the answer was complete and permits another one."""
         self._used.discard(connection)
-        if not (keep and connection.is_open):
-            connection.close()
+        if not (keep and connection.is_at_rest):
+            connection.abort()
             return
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.append(connection)
         while self._idle and connection.idle_since - self._idle[0].idle_since >= _IDLE_SECONDS:
-            self._idle.popleft().close()
+            self._idle.popleft().abort()
 
 
 class Exchange:
@@ -224,9 +226,15 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def is_at_rest(self) -> bool:
+        """True if the connection is open and the whole request was sent. A server may answer before."""
+        return self.is_open and self._transport is not None and not self._transport.get_write_buffer_size()
+
     def begin(self, exchange: Exchange, head: bytes, body: bytes) -> None:
         """Send a request whose answer belongs to `exchange`."""
         self.exchange = exchange
+        self.resume()  # the answer before may have been left unread
         self._parser = httptools.HttpResponseParser(self)
         assert self._transport is not None
         if len(body) < 64 * 1024:
@@ -244,17 +252,17 @@ class Connection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
 
-    def close(self) -> None:
+    def abort(self) -> None:
+        """Close the connection now, also if the server reads nothing of what is still to be sent."""
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()
 
     def end(self, error: ServerDiedError) -> None:
         """Close the connection at once. A running exchange ends with `error`."""
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.on_lost(error)
-        if self._transport is not None:
-            self._transport.abort()
+        self.abort()
 
     # -- asyncio -------------------------------------------------------------------------------------------------
 
@@ -263,7 +271,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.exchange is None or self._parser is None:
-            self.close()  # nobody asked for it
+            self.abort()  # nobody asked for it
             return
         try:
             self._parser.feed_data(data)
