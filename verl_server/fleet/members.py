@@ -272,7 +272,9 @@ class Fleet:
         confirmed = {url: r.weight_version for url, r in reports.items() if r.weights_confirmed and r.accepts}
         counted = {url: label for url, label in confirmed.items() if not self._is_out(url)}
         self._saw_confirmed |= bool(counted)
-        self.versions.note(counted, now)
+        silent = {each.url for each in self.members if each.report is None and not self._is_out(each.url)}
+        is_complete = len(counted) == sum(not each.is_retired for each in self.members)
+        self.versions.note(counted, now, silent, is_complete=is_complete)
         for member in self.members:
             state, reason = self._judged(member, now)
             if state != member.state or (reason != member.reason and state != State.HEALTHY):
