@@ -1,4 +1,4 @@
-"""The line of the fleet moves by majority or by the trainer's word; within it, a version is committed when all have it."""
+"""The line of the fleet moves by majority or by the trainer's word. Within it, all must have a committed version."""
 
 from __future__ import annotations
 

@@ -136,13 +136,12 @@ class Fleet:
         args: RouterArgs,
         server_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_renewed: Callable[[Member], None] = lambda member: None,
     ) -> None:
-        """`server_key` is the key with which the router looks at servers. `on_renewed` is called when a member runs
-        anew or has other weights, so that what its cache held is gone."""
+        """`server_key` is the key with which the router looks at servers."""
         self.args = args
         self._clock = clock
-        self._on_renewed = on_renewed
+        self.on_renewed: Callable[[Member], None] = lambda member: None
+        """Called when a member runs anew or has other weights, so that what its cache held is gone."""
         self._headers = [(b"accept", b"application/json")]
         if server_key is not None:
             self._headers.append((b"authorization", b"Bearer " + server_key.encode()))
@@ -253,7 +252,7 @@ class Fleet:
         if before is None or (before.instance_id, before.weight_version) != (report.instance_id, report.weight_version):
             if before is None or before.instance_id != report.instance_id:
                 member.info = {}
-            self._on_renewed(member)
+            self.on_renewed(member)
         member.report = report
 
     def _failed(self, member: Member, reason: str) -> None:

@@ -50,16 +50,16 @@ class Placement:
     def keyed_owner(self, request: RoutedRequest, urls: Sequence[str]) -> str | None:
         """Return the server that answers an Idempotency-Key, or None for a request without one.
 
-        The owner depends on the key only, so a router that was started again finds it, too, unless the request was
+        The owner depends on the request only, so a router that was started again finds it, too, unless the request was
         repeated elsewhere before.
         """
         key = request.idempotency
-        return None if key is None else self._keyed.get(key) or rendezvous(key, urls)
+        return None if key is None else self._keyed.get(key) or rendezvous(_lasting(request, key), urls)
 
     def _chosen(self, request: RoutedRequest, candidates: Sequence[Member]) -> tuple[Member, str]:
         by_url = {member.url: member for member in candidates}
         if (key := request.idempotency) is not None:
-            return by_url[rendezvous(key, list(by_url))], "key"
+            return by_url[rendezvous(_lasting(request, key), list(by_url))], "key"
         self._turn += 1
         turn = self._turn % len(candidates)
         least = min([*candidates[turn:], *candidates[:turn]], key=lambda member: (member.load, member.requests))
@@ -71,13 +71,21 @@ class Placement:
             return (least, "spilled") if self._is_overloaded(at, least) else (at, "conversation")
         known = self.prefixes.known(request.blocks) if request.operation.generates else {}
         found = [member for member in candidates if known.get(member.url, 0) >= _LEAST_SHARE * len(request.blocks) > 0]
-        if found:
-            best = max(found, key=lambda member: (known[member.url], -member.load))
-            return (least, "spilled") if self._is_overloaded(best, least) else (best, "prefix")
-        return least, "load"
+        if not found:
+            return least, "load"
+        free = [member for member in found if not self._is_overloaded(member, least)]
+        if not free:
+            return least, "spilled"
+        return max(free, key=lambda member: (known[member.url], -member.load)), "prefix"
 
     def _is_overloaded(self, member: Member, least: Member) -> bool:
         return member.load > max(_SPILL_RATIO * least.load, least.load + self._margin)
+
+
+def _lasting(request: RoutedRequest, key: bytes) -> bytes:
+    """Return what chooses the server of a request with an Idempotency-Key: the name of its conversation, if it has one,
+    so that all turns go to one cache, else the key."""
+    return key if request.hint is None else request.hint.encode("utf-8", "surrogatepass")
 
 
 class Recent:
@@ -103,4 +111,6 @@ class Recent:
 def rendezvous(key: bytes, urls: Sequence[str]) -> str:
     """Return the url with the highest hash together with `key` (Thaler and Ravishankar, 1998): if another url leaves or
     comes, only its own keys move."""
-    return max(urls, key=lambda url: hashlib.blake2b(url.encode(), digest_size=8, key=key[:64]).digest())
+    return max(
+        urls, key=lambda url: hashlib.blake2b(url.encode(), digest_size=8, key=hashlib.blake2b(key).digest()).digest()
+    )

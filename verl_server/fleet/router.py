@@ -64,6 +64,7 @@ class Router:
         self._args = fleet.args
         self._resolver = Resolver(operations)
         self.placement = Placement(fleet.args.spill_margin)
+        fleet.on_renewed = lambda member: self.placement.prefixes.forget(member.url)
         self.sessions = SessionPlaces(fleet, clock)
         self._control = Control(fleet)
         self._relay = Relay(fleet.args.name, self._on_created)

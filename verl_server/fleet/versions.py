@@ -99,7 +99,7 @@ class FleetVersions:
             return None
         if _line(label) != self._line:
             return (
-                f"it serves version {label!r}, and the fleet serves {self.committed!r}. Nothing orders the two, so push "
+                f"it serves version {label!r}, and the fleet serves {self.committed!r}. Nothing orders the two: push "
                 f"to the others, too, or commit {label!r} (POST /fleet/commit)"
             )
         if self._is_left_out(name, now):
