@@ -12,7 +12,8 @@ import pytest
 from tests.fleet.fakes import FakeServer, run, running
 from tests.fleet.simulated import GENERATE, Workload, play
 from verl_server.fleet.members import Member
-from verl_server.fleet.placement import Placement, Recent, rendezvous
+from verl_server.fleet.placement import Placement, rendezvous
+from verl_server.fleet.recent import Recent
 from verl_server.fleet.requests import RoutedRequest
 from verl_server.fleet.upstream import Upstream
 

@@ -13,7 +13,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError, ServerDiedError, UpdateConflictError
 from verl_server.fleet.members import Fleet, Member, State
-from verl_server.fleet.requests import RoutedRequest
+from verl_server.fleet.requests import RoutedRequest, decoded
 from verl_server.fleet.upstream import Headers
 
 TO_ALL = frozenset(
@@ -164,10 +164,8 @@ class _Labelled(msgspec.Struct):
 
 
 def _label(body: bytes) -> str | int | None:
-    try:
-        return msgspec.json.decode(body, type=_Labelled).weight_version
-    except msgspec.DecodeError:
-        return None
+    found = decoded(body, _Labelled)
+    return None if found is None else found.weight_version
 
 
 def _text(body: bytes) -> str:

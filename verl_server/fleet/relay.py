@@ -160,7 +160,7 @@ class Relay:
     async def _answered(self, request: RoutedRequest, member: Member, exchange: Exchange, client: Client) -> Outcome:
         try:
             await exchange.started()
-            if exchange.status in self.refused:
+            if exchange.status in self.refused or (exchange.status == 404 and request.may_be_elsewhere):
                 body = await exchange.whole(_MOST_REFUSAL)
                 error = exchange.header(ERROR_HEADER.lower().encode()) or b""
                 headers = self.returned(exchange.headers, member)

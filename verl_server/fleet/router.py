@@ -24,6 +24,7 @@ from verl_server.errors import (
     ServerDiedError,
     ServerRestartedError,
     ServerUnavailableError,
+    SessionNotFoundError,
     SessionUnavailableError,
     UnauthorizedError,
     VerlServerError,
@@ -67,7 +68,7 @@ class Router:
         fleet.on_renewed = lambda member: self.placement.prefixes.forget(member.url)
         self.sessions = SessionPlaces(fleet, clock)
         self._control = Control(fleet)
-        self._relay = Relay(fleet.args.name, self._on_created)
+        self._relay = Relay(fleet.args.name, self._on_changed)
         self._status = FleetStatus(fleet, self.placement, self.sessions, self._relay.own_headers())
         self._held = 0
 
@@ -141,17 +142,22 @@ class Router:
         operation = request.operation
         if operation.access == "control" or operation.name in TO_ALL:
             self._control.check(request)
-            reached = await self._control.send_to_all(request, self._relay.sent(request))
-            await self._answer(
-                client.send, reached.status, self._relay.returned(reached.headers, reached.member), reached.body
-            )
+            await self._to_all(request, client)
         elif operation.name == "/sessions" and request.method == "GET":
             answer = await listed_sessions(self._fleet, self.sessions, request, self._relay.sent(request))
             await self._answer(client.send, *answer)
         elif (home := await self._home(request)) is not None:
             await self._to_home(request, client, home)
+        elif operation.name == "/close_session":  # it ends a hint, which any server may have seen
+            await self._to_all(request, client)
         else:
             await self._to_any(request, client)
+
+    async def _to_all(self, request: RoutedRequest, client: Client) -> None:
+        reached = await self._control.send_to_all(request, self._relay.sent(request))
+        await self._answer(
+            client.send, reached.status, self._relay.returned(reached.headers, reached.member), reached.body
+        )
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
@@ -174,23 +180,19 @@ class Router:
                 )
             return url
         if operation.name in ("/sessions", "/open_session"):
-            name = request.fields.id
-            return (
-                await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=True)
-                if isinstance(name, str) and name
-                else None
-            )
+            name = request.new_session
+            return name and await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=True)
         name = request.session_name
-        if name is None or not (request.keys or request.must_be_session):
+        if name is None or not (request.keys or request.must_be_session or operation.name == "/close_session"):
             return None
-        url = await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=not request.must_be_session)
-        if request.method == "DELETE" and url is not None:
-            self.sessions.ended(name)
-        return url
+        return await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=not request.must_be_session)
 
-    def _on_created(self, request: RoutedRequest, member: Member, body: bytes) -> None:
+    def _on_changed(self, request: RoutedRequest, member: Member, body: bytes) -> None:
+        """Note what a server answered to a request that may have created or deleted a session."""
         if request.operation.name in ("/sessions", "/open_session"):
             self.sessions.created(member.url, body)
+        elif request.method == "DELETE" and request.session_name is not None:
+            self.sessions.ended(request.session_name)
 
     async def _to_home(self, request: RoutedRequest, client: Client, url: str) -> None:
         """Send a request of a session to its server. Wait for the server, but never repeat what it may have begun."""
@@ -260,7 +262,10 @@ class Router:
         message = (
             self._why_none(request) if lost is None else f"No server could be reached that may get the request. {lost}"
         )
-        await self._refuse(client, last, unavailable(False, message))
+        others = [each.url for each in self._fleet.members if each.url not in tried and not each.is_retired]
+        if last is not None and last.error == SessionNotFoundError.__name__ and others:
+            last, message = None, f"The session may be on {', '.join(others)}, without an answer. Retry later."
+        await self._refuse(client, last, unavailable(request.must_be_session, message))
 
     async def _candidates(self, request: RoutedRequest) -> list[Member]:
         """Return the servers that may get a request, by their states and the version that it demands."""
