@@ -219,6 +219,8 @@ class Relay:
         headers = [(name, value) for name, value in request.headers if name not in _NOT_SENT and name not in replaced]
         if request.attached:
             headers.append((b"authorization", b"Bearer " + request.attached))
+        if request.is_foreign:
+            headers.append((b"sec-fetch-site", b"cross-site"))  # a server then sees what the router has seen
         return headers
 
     def _to(self, request: RoutedRequest, member: Member) -> Headers:

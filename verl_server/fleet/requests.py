@@ -85,7 +85,9 @@ class RoutedRequest:
     keys: list[bytes] = field(default_factory=list)
     """Keys in the headers."""
     attached: bytes | None = None
-    """Key of the servers that replaces the caller's, which the router has checked."""
+    """Key that replaces the caller's keys, which the router has checked (`keys.Caller`)."""
+    is_foreign: bool = False
+    """True if the request owns no session without a key (`keys.Caller`)."""
 
     @cached_property
     def first(self) -> dict[bytes, bytes]:

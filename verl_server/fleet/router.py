@@ -31,10 +31,10 @@ from verl_server.errors import (
     VersionBehindError,
 )
 from verl_server.fleet.answers import error_answer, unavailable
-from verl_server.fleet.control import TO_ALL, Control
+from verl_server.fleet.control import TO_ALL, Control, aborts_all
 from verl_server.fleet.keys import RouterKeys
 from verl_server.fleet.members import Fleet, Member, State
-from verl_server.fleet.operations import RoutedOperation
+from verl_server.fleet.operations import Dialects, RoutedOperation
 from verl_server.fleet.placement import Placement
 from verl_server.fleet.relay import EXPECTED_INSTANCE, Client, Outcome, Refusal, Relay
 from verl_server.fleet.requests import RoutedRequest, read_body
@@ -63,7 +63,7 @@ class Router:
     ) -> None:
         self._fleet, self._keys, self._clock = fleet, keys, clock
         self._args = fleet.args
-        self._resolver = Resolver(operations)
+        self._resolver, self._dialects = Resolver(operations), Dialects(operations)
         self.placement = Placement(fleet.args.spill_margin)
         fleet.on_renewed = lambda member: self.placement.prefixes.forget(member.url)
         self.sessions = SessionPlaces(fleet, clock)
@@ -80,7 +80,7 @@ class Router:
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         path_key = take_session_key(scope)
         found = self._resolver.find(scope["method"], scope["path"])
-        dialect = "sglang" if isinstance(found, NotServed) else found.operation.dialect
+        dialect = self._dialects.of(scope, None if isinstance(found, NotServed) else found.operation)
         try:
             if self._status.serves(scope):
                 await self._status.answer(scope, receive, send, self._keys)
@@ -94,7 +94,7 @@ class Router:
 
     async def _forward_unknown(self, scope: Scope, receive: Receive, send: Send, target: bytes) -> None:
         """Let a server refuse a path that nobody serves, in the shape and with the hints that it has for it."""
-        operation = RoutedOperation(("(not served)",), (scope["method"],), "sglang", "key")
+        operation = RoutedOperation(("(not served)",), (scope["method"],), self._dialects.of(scope, None), "key")
         await self._serve(scope, receive, send, operation, {}, target, None)
 
     async def _serve(
@@ -107,7 +107,7 @@ class Router:
         target: bytes,
         path_key: bytes | None,
     ) -> None:
-        caller = self._keys.caller(scope, operation, has_path_key=path_key is not None)
+        caller = self._keys.caller(scope, operation, path_key)
         expected = dict(scope["headers"]).get(EXPECTED_INSTANCE)
         if expected is not None and expected.decode("latin-1") != self._args.name:
             raise ServerRestartedError(
@@ -119,6 +119,8 @@ class Router:
         body = await read_body(receive, scope, self._args.max_request_bytes)
         if body is None:
             return
+        if aborts_all(scope["path"], body):
+            caller = self._keys.caller(scope, operation, path_key, is_control=True)
         request = RoutedRequest(
             operation,
             scope["method"],
@@ -129,6 +131,7 @@ class Router:
             path_key,
             sent_keys(scope),
             caller.attached,
+            caller.is_foreign,
         )
         client = Client(receive, send)
         self._held += len(body)

@@ -81,10 +81,9 @@ class SessionPlaces:
         hashed = _hashed(b"key", key)
         if (url := self._keys.get(hashed)) is not None:
             return url
-        headers = [(b"authorization", b"Bearer " + key)]
-        url = await self._found(
-            hashed, lambda member: self._ask_one(member, b"/v1/models", headers, absent=401), may_be_hint=False
-        )
+        # In the path, because a server without keys takes any key in a header.
+        target = b"/s/%s/v1/models" % quote(key, safe="").encode()
+        url = await self._found(hashed, lambda member: self._ask_one(member, target, [], absent=401), may_be_hint=False)
         if url is not None:
             self._keys.put(hashed, url)
         return url
