@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import json
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -251,10 +253,15 @@ async def running(*servers: FakeServer, wait: bool = True, **options: Any) -> As
 
 @contextlib.asynccontextmanager
 async def router_of(servers: list[FakeServer], wait: bool = True, **options: Any) -> AsyncIterator[Running]:
-    """Start a router in front of servers that run."""
-    given = {"probe_interval": 0.05, "hold_seconds": 5.0} | options
-    args = RouterArgs(server=tuple(server.url for server in servers), **given)
-    keys = RouterKeys(args)
+    """Start a router in front of servers that run. It looks at them with their key, if they have one."""
+    given: dict[str, Any] = {"probe_interval": 0.05, "hold_seconds": 5.0} | options
+    with tempfile.NamedTemporaryFile("w") as file:
+        if servers[0].api_key is not None:
+            file.write(servers[0].api_key)
+            file.flush()
+            given = {"server_api_key_file": Path(file.name)} | given
+        args = RouterArgs(server=tuple(server.url for server in servers), **given)
+        keys = RouterKeys(args)
     fleet = Fleet(args, keys.of_router)
     router = Router(fleet, keys, server_operations())
     fleet.start()

@@ -12,7 +12,7 @@ import pytest
 from tests.fleet.fakes import FakeServer, run, running
 from tests.fleet.simulated import GENERATE, Workload, play
 from verl_server.fleet.members import Member
-from verl_server.fleet.placement import Placement, Recent, rendezvous
+from verl_server.fleet.placement import Placement, rendezvous
 from verl_server.fleet.requests import RoutedRequest
 from verl_server.fleet.upstream import Upstream
 
@@ -160,13 +160,6 @@ def test_rendezvous_moves_only_the_keys_of_a_server_that_leaves() -> None:
         now = rendezvous(key, URLS[:2])
         assert now == before[key] or before[key] == URLS[2]
     assert len({rendezvous(b"x" * 100 + b"%d" % number, URLS) for number in range(50)}) == 3, "every byte counts"
-
-
-def test_names_are_bounded() -> None:
-    recent = Recent(3)
-    for name in "abcad":
-        recent.put(name, name)
-    assert [recent.get(name) for name in "abcd"] == ["a", None, "c", "d"]
 
 
 WORKLOADS = {

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from verl_server.errors import BadRequestError, ServerDiedError, UpdateConflictError
 from verl_server.fleet.members import Fleet, Member, State
-from verl_server.fleet.requests import RoutedRequest
+from verl_server.fleet.requests import RoutedRequest, decoded
 from verl_server.fleet.upstream import Headers
 
 TO_ALL = frozenset(
@@ -79,6 +80,17 @@ _ADAPTERS = "Adapters are not served"
 _CONTROL_SECONDS = 900.0
 """Seconds that a server may take. An update from disk takes minutes."""
 _MOST_ANSWER = 16 * 2**20
+
+
+def aborts_all(path: str, body: bytes) -> bool:
+    """Return True if a request may abort the requests of others, which is a control call by what its body says."""
+    if path == "/abort_request":
+        given = decoded(body, Any)
+        return isinstance(given, dict) and given.get("abort_all") not in (None, False)
+    if path == "/abort_requests":
+        given = decoded(body, Any)
+        return not (isinstance(given, dict) and given.get("request_ids"))
+    return False
 
 
 class NotThroughRouterError(BadRequestError):
@@ -164,10 +176,8 @@ class _Labelled(msgspec.Struct):
 
 
 def _label(body: bytes) -> str | int | None:
-    try:
-        return msgspec.json.decode(body, type=_Labelled).weight_version
-    except msgspec.DecodeError:
-        return None
+    found = decoded(body, _Labelled)
+    return None if found is None else found.weight_version
 
 
 def _text(body: bytes) -> str:

@@ -258,6 +258,10 @@ class Fleet:
 
     def _answered(self, member: Member, status: int, body: bytes, instance: str | None) -> None:
         text = body[:300].decode("utf-8", "replace")
+        if status in (401, 403):
+            raise ServerDiedError(
+                f"It refuses the router's look ({status}): start the router with --server-api-key-file."
+            )
         if status not in (200, 503):
             raise ServerDiedError(f"It answers a look with {status}: {text}")
         report = None

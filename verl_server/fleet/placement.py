@@ -9,11 +9,12 @@ caches (NeMo Gym #2570). What is left goes to the least loaded server, by tokens
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 from verl_server.fleet.members import Member
 from verl_server.fleet.prefixes import PrefixIndex
+from verl_server.fleet.recent import Recent
 from verl_server.fleet.requests import RoutedRequest
 
 _SPILL_RATIO = 1.5
@@ -86,26 +87,6 @@ def _lasting(request: RoutedRequest, key: bytes) -> bytes:
     """Return what chooses the server of a request with an Idempotency-Key: the name of its conversation, if it has one,
     so that all turns go to one cache, else the key."""
     return key if request.hint is None else request.hint.encode("utf-8", "surrogatepass")
-
-
-class Recent:
-    """A bounded dict that drops what was not used for the longest time."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[object, str] = OrderedDict()
-
-    def get(self, name: object) -> str | None:
-        value = self._values.get(name)
-        if value is not None:
-            self._values.move_to_end(name)
-        return value
-
-    def put(self, name: object, value: str) -> None:
-        self._values[name] = value
-        self._values.move_to_end(name)
-        while len(self._values) > self._most:
-            self._values.popitem(last=False)
 
 
 def rendezvous(key: bytes, urls: Sequence[str]) -> str:

@@ -160,7 +160,7 @@ class Relay:
     async def _answered(self, request: RoutedRequest, member: Member, exchange: Exchange, client: Client) -> Outcome:
         try:
             await exchange.started()
-            if exchange.status in self.refused:
+            if exchange.status in self.refused or (exchange.status == 404 and request.may_be_elsewhere):
                 body = await exchange.whole(_MOST_REFUSAL)
                 error = exchange.header(ERROR_HEADER.lower().encode()) or b""
                 headers = self.returned(exchange.headers, member)
@@ -221,6 +221,8 @@ class Relay:
         headers = [(name, value) for name, value in request.headers if name not in _NOT_SENT and name not in replaced]
         if request.attached:
             headers.append((b"authorization", b"Bearer " + request.attached))
+        if request.is_foreign:
+            headers.append((b"sec-fetch-site", b"cross-site"))  # a server then sees what the router has seen
         return headers
 
     def _to(self, request: RoutedRequest, member: Member) -> Headers:

@@ -1,6 +1,6 @@
 """`RoutedRequest`: a request as the router sees it, with what its placement depends on.
 
-`read_request` reads the whole body, because a request that got no answer is sent to another server. Of the body only
+`read_body` reads the whole body, because a request that got no answer is sent to another server. Of the body only
 the few fields that placement needs are decoded. What the router does not read, it does not need: the servers check
 every field themselves.
 """
@@ -11,7 +11,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -27,16 +27,19 @@ from verl_server.web.first_headers import first_headers
 from verl_server.web.numbers import whole_number
 from verl_server.web.session_keys import CHILD_HEADER, KEY_PREFIX, ROUTING_HEADER, SESSION_HEADER
 
+T = TypeVar("T")
+
 _IDEMPOTENCY_HEADER = b"idempotency-key"
 _PACKED_HEADER = b"x-verl-prompt-bytes"
 _MOST_DECODED = 2 * 2**20
-"""Bytes of a JSON body that are decoded on the event loop, which takes some 5 ms."""
+"""Bytes of a JSON body that are decoded on the event loop, which takes some 3 ms."""
 _ENDS = 64 * 1024
 """Bytes at the beginning and the end of a larger body in which its fields are looked for."""
 _NAMED = re.compile(
     rb'"(session_id|conversation_id|min_weight_version|exact_weight_version)"\s*:\s*("(?:[^"\\]|\\.){0,300}")'
 )
 _PARAMS = b'"session_params"'
+_PARAMS_VALUE = re.compile(rb"\s*:\s*(\{[^{}]{0,4096}\})")
 _BYTES_OF_A_TOKEN = 4
 """Bytes of a prompt for each token, roughly: 3 to 5 in English text, 4 to 7 as decimal ids, 4 as packed ids."""
 _OUTPUT_TOKENS = 256
@@ -55,6 +58,17 @@ class RoutedFields(msgspec.Struct):
     """Of `POST /sessions`: the name of the session."""
 
 
+class _RawFields(msgspec.Struct):
+    """`RoutedFields` before each of them is decoded, so that one that cannot be decoded does not hide the others."""
+
+    session_id: msgspec.Raw = msgspec.Raw()
+    conversation_id: msgspec.Raw = msgspec.Raw()
+    session_params: msgspec.Raw = msgspec.Raw()
+    min_weight_version: msgspec.Raw = msgspec.Raw()
+    exact_weight_version: msgspec.Raw = msgspec.Raw()
+    id: msgspec.Raw = msgspec.Raw()
+
+
 @dataclass
 class RoutedRequest:
     operation: RoutedOperation
@@ -71,7 +85,9 @@ class RoutedRequest:
     keys: list[bytes] = field(default_factory=list)
     """Keys in the headers."""
     attached: bytes | None = None
-    """Key of the servers that replaces the caller's, which the router has checked."""
+    """Key that replaces the caller's keys, which the router has checked (`keys.Caller`)."""
+    is_foreign: bool = False
+    """True if the request owns no session without a key (`keys.Caller`)."""
 
     @cached_property
     def first(self) -> dict[bytes, bytes]:
@@ -86,7 +102,8 @@ class RoutedRequest:
     @property
     def packed(self) -> int:
         """Number of bytes of packed token ids before the JSON."""
-        return whole_number(self.first.get(_PACKED_HEADER, b"").decode("latin-1"), most_digits=12) or 0
+        size = whole_number(self.first.get(_PACKED_HEADER, b"").decode("latin-1"), most_digits=15) or 0
+        return min(size, len(self.body))
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -102,10 +119,18 @@ class RoutedRequest:
         return found.pop() if len(found) == 1 else None
 
     @property
+    def new_session(self) -> str | None:
+        """Id that the request wants for a session that it creates."""
+        named = self.fields.session_id if self.operation.name == "/open_session" else self.fields.id
+        return named if isinstance(named, str) and named else None
+
+    @property
     def session_name(self) -> str | None:
-        """Id of a recorded session that the request may name: in the path, in `session_params`, or in X-Session-ID."""
+        """Id of a recorded session that the request may name: in the path, in the body, or in X-Session-ID."""
         if (named := self.parameters.get("session_id")) is not None:
             return named
+        if self.operation.name == "/close_session":
+            return self.fields.session_id if isinstance(self.fields.session_id, str) else None
         params = self.fields.session_params
         if isinstance(params, dict) and isinstance(params.get("id"), str):
             return str(params["id"])
@@ -122,10 +147,18 @@ class RoutedRequest:
         )
 
     @property
+    def may_be_elsewhere(self) -> bool:
+        """True if a server that answers 404 lacks the session, and another one may have it: a session of SGLang on
+        servers without keys, which answer no question about sessions."""
+        return isinstance(self.fields.session_params, dict)
+
+    @property
     def hint(self) -> str | None:
         """Name of the conversation, which should stay with one server."""
         fields = self.fields
         named = [fields.session_id, fields.conversation_id]
+        if isinstance(fields.session_params, dict):
+            named.append(fields.session_params.get("id"))
         named += [self._text(name) for name in (ROUTING_HEADER, SESSION_HEADER)]
         return next((each for each in named if isinstance(each, str) and each), None)
 
@@ -167,22 +200,28 @@ class RoutedRequest:
 def read_fields(body: bytes) -> RoutedFields:
     """Return the fields of a JSON body. A body that is no JSON object has none: the server refuses it.
 
-    Of a large body, the fields are looked for at both ends, where callers have them. If it may continue a request of a
-    session, the whole body is decoded, because another server would not know the session.
+    The fields of a large body are looked for at both ends, where callers have them. `session_params` is looked for in
+    all of it, because another server does not know the session.
     """
-    if len(body) > _MOST_DECODED and _PARAMS not in body:
-        found = dict(_NAMED.findall(body[:_ENDS]) + _NAMED.findall(body[-_ENDS:]))
-        return RoutedFields(**{name.decode(): _decoded(value) for name, value in found.items()})
-    try:
-        return msgspec.json.decode(body, type=RoutedFields) if body else RoutedFields()
-    except msgspec.DecodeError:
-        return RoutedFields()
+    if len(body) <= _MOST_DECODED:
+        raw = decoded(body, _RawFields) if body else None
+        found = {} if raw is None else {name: getattr(raw, name) for name in _RawFields.__struct_fields__}
+        return RoutedFields(**{name: decoded(value, Any) for name, value in found.items() if value})
+    named = dict(_NAMED.findall(body[:_ENDS]) + _NAMED.findall(body[-_ENDS:]))
+    fields = RoutedFields(**{name.decode(): decoded(value, Any) for name, value in named.items()})
+    at = body.find(_PARAMS)
+    while at >= 0 and fields.session_params is None:
+        if (value := _PARAMS_VALUE.match(body, at + len(_PARAMS))) is not None:
+            fields.session_params = decoded(value[1], Any)
+        at = body.find(_PARAMS, at + 1)
+    return fields
 
 
-def _decoded(value: bytes) -> Any:
+def decoded(data: bytes | msgspec.Raw, kind: type[T]) -> T | None:
+    """Return a JSON text as `kind`, or None if it is none."""
     try:
-        return msgspec.json.decode(value)
-    except msgspec.DecodeError:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -25,16 +25,17 @@ from verl_server.errors import (
     ServerRestartedError,
     ServerStoppingError,
     ServerUnavailableError,
+    SessionNotFoundError,
     SessionUnavailableError,
     UnauthorizedError,
     VerlServerError,
     VersionBehindError,
 )
 from verl_server.fleet.answers import error_answer, unavailable
-from verl_server.fleet.control import TO_ALL, Control
+from verl_server.fleet.control import TO_ALL, Control, aborts_all
 from verl_server.fleet.keys import RouterKeys
 from verl_server.fleet.members import Fleet, Member, State
-from verl_server.fleet.operations import RoutedOperation
+from verl_server.fleet.operations import Dialects, RoutedOperation
 from verl_server.fleet.placement import Placement
 from verl_server.fleet.relay import EXPECTED_INSTANCE, Client, Outcome, Refusal, Relay
 from verl_server.fleet.requests import RoutedRequest, read_body
@@ -66,12 +67,12 @@ class Router:
     ) -> None:
         self._fleet, self._keys, self._clock = fleet, keys, clock
         self._args = fleet.args
-        self._resolver = Resolver(operations)
+        self._resolver, self._dialects = Resolver(operations), Dialects(operations)
         self.placement = Placement(fleet.args.spill_margin)
         fleet.on_renewed = lambda member: self.placement.prefixes.forget(member.url)
         self.sessions = SessionPlaces(fleet, clock)
         self._control = Control(fleet)
-        self._relay = Relay(fleet.args.name, self._on_created)
+        self._relay = Relay(fleet.args.name, self._on_changed)
         self._status = FleetStatus(fleet, self.placement, self.sessions, self._relay.own_headers())
         self._held = 0
 
@@ -83,7 +84,7 @@ class Router:
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         path_key = take_session_key(scope)
         found = self._resolver.find(scope["method"], scope["path"])
-        dialect = "sglang" if isinstance(found, NotServed) else found.operation.dialect
+        dialect = self._dialects.of(scope, None if isinstance(found, NotServed) else found.operation)
         try:
             if self._status.serves(scope):
                 await self._status.answer(scope, receive, send, self._keys)
@@ -97,7 +98,7 @@ class Router:
 
     async def _forward_unknown(self, scope: Scope, receive: Receive, send: Send, target: bytes) -> None:
         """Let a server refuse a path that nobody serves, in the shape and with the hints that it has for it."""
-        operation = RoutedOperation(("(not served)",), (scope["method"],), "sglang", "key")
+        operation = RoutedOperation(("(not served)",), (scope["method"],), self._dialects.of(scope, None), "key")
         await self._serve(scope, receive, send, operation, {}, target, None)
 
     async def _serve(
@@ -110,7 +111,7 @@ class Router:
         target: bytes,
         path_key: bytes | None,
     ) -> None:
-        caller = self._keys.caller(scope, operation, has_path_key=path_key is not None)
+        caller = self._keys.caller(scope, operation, path_key)
         expected = dict(scope["headers"]).get(EXPECTED_INSTANCE)
         if expected is not None and expected.decode("latin-1") != self._args.name:
             raise ServerRestartedError(
@@ -122,6 +123,8 @@ class Router:
         body = await read_body(receive, scope, self._args.max_request_bytes)
         if body is None:
             return
+        if aborts_all(scope["path"], body):
+            caller = self._keys.caller(scope, operation, path_key, is_control=True)
         request = RoutedRequest(
             operation,
             scope["method"],
@@ -132,6 +135,7 @@ class Router:
             path_key,
             sent_keys(scope),
             caller.attached,
+            caller.is_foreign,
         )
         client = Client(receive, send)
         self._held += len(body)
@@ -145,17 +149,22 @@ class Router:
         operation = request.operation
         if operation.access == "control" or operation.name in TO_ALL:
             self._control.check(request)
-            reached = await self._control.send_to_all(request, self._relay.sent(request))
-            await self._answer(
-                client.send, reached.status, self._relay.returned(reached.headers, reached.member), reached.body
-            )
+            await self._to_all(request, client)
         elif operation.name == "/sessions" and request.method == "GET":
             answer = await listed_sessions(self._fleet, self.sessions, request, self._relay.sent(request))
             await self._answer(client.send, *answer)
         elif (home := await self._home(request)) is not None:
             await self._to_home(request, client, home)
+        elif operation.name == "/close_session":  # it ends a hint, which any server may have seen
+            await self._to_all(request, client)
         else:
             await self._to_any(request, client)
+
+    async def _to_all(self, request: RoutedRequest, client: Client) -> None:
+        reached = await self._control.send_to_all(request, self._relay.sent(request))
+        await self._answer(
+            client.send, reached.status, self._relay.returned(reached.headers, reached.member), reached.body
+        )
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
@@ -178,23 +187,19 @@ class Router:
                 )
             return url
         if operation.name in ("/sessions", "/open_session"):
-            name = request.fields.id
-            return (
-                await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=True)
-                if isinstance(name, str) and name
-                else None
-            )
+            name = request.new_session
+            return name and await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=True)
         name = request.session_name
-        if name is None or not (request.keys or request.must_be_session):
+        if name is None or not (request.keys or request.must_be_session or operation.name == "/close_session"):
             return None
-        url = await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=not request.must_be_session)
-        if request.method == "DELETE" and url is not None:
-            self.sessions.ended(name)
-        return url
+        return await self.sessions.of_name(name, self._relay.sent(request), may_be_hint=not request.must_be_session)
 
-    def _on_created(self, request: RoutedRequest, member: Member, body: bytes) -> None:
+    def _on_changed(self, request: RoutedRequest, member: Member, body: bytes) -> None:
+        """Note what a server answered to a request that may have created or deleted a session."""
         if request.operation.name in ("/sessions", "/open_session"):
             self.sessions.created(member.url, body)
+        elif request.method == "DELETE" and request.session_name is not None:
+            self.sessions.ended(request.session_name)
 
     async def _to_home(self, request: RoutedRequest, client: Client, url: str) -> None:
         """Send a request of a session to its server. Wait for the server, but never repeat what it may have begun."""
@@ -264,7 +269,10 @@ class Router:
         message = (
             self._why_none(request) if lost is None else f"No server could be reached that may get the request. {lost}"
         )
-        await self._refuse(client, last, unavailable(False, message))
+        others = [each.url for each in self._fleet.members if each.url not in tried and not each.is_retired]
+        if last is not None and last.error == SessionNotFoundError.__name__ and others:
+            last, message = None, f"The session may be on {', '.join(others)}, without an answer. Retry later."
+        await self._refuse(client, last, unavailable(request.must_be_session, message))
 
     async def _look_for(self, demand: str) -> None:
         """Look at the servers if none is known to have a demanded version: a trainer may have pushed it just now."""

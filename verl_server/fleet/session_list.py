@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl, urlencode
 import msgspec
 
 from verl_server.errors import ServerDiedError
-from verl_server.fleet.members import Fleet, Member, State
-from verl_server.fleet.requests import RoutedRequest
+from verl_server.fleet.members import Fleet, Member
+from verl_server.fleet.requests import RoutedRequest, decoded
 from verl_server.fleet.sessions import SessionPlaces
 from verl_server.fleet.upstream import Headers
 from verl_server.web.numbers import whole_number
@@ -37,8 +37,8 @@ async def listed_sessions(
     Raise ServerDiedError if a server does not answer, because the list would lack its sessions.
     """
     query = dict(parse_qsl(request.target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True))
-    limit = whole_number(query.get("limit", "")) or _LIMIT
-    members = [member for member in fleet.members if not (member.is_retired and member.state == State.DEAD)]
+    limit = whole_number(query.get("limit", "")) or _LIMIT  # the first server refuses a limit that is none
+    members = [member for member in fleet.members if not (member.is_retired and member.report is None)]
     after = query.get("after")
     if after is not None:
         url = await places.of_name(after, headers, may_be_hint=True)
@@ -47,8 +47,9 @@ async def listed_sessions(
     found: list[msgspec.Raw] = []
     next_id: str | None = None
     for place, member in enumerate(members):
-        given = query | {"limit": str(limit - len(found))}
+        given = query
         if place:
+            given = query | {"limit": str(limit - len(found))}
             given.pop("after", None)
         status, page = await _page(member, given, headers)
         if isinstance(page, bytes):
@@ -75,7 +76,12 @@ async def _page(member: Member, query: dict[str, str], headers: Headers) -> tupl
     finally:
         if exchange is not None:
             exchange.close()
-    return exchange.status, msgspec.json.decode(body, type=_Page) if exchange.status == 200 else body
+    if exchange.status != 200:
+        return exchange.status, body
+    page = decoded(body, _Page)
+    if page is None:
+        raise ServerDiedError(f"{member.url} did not list its sessions as a verl-server does.")
+    return 200, page
 
 
 def _id(session: msgspec.Raw) -> str:
