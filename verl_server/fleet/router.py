@@ -33,7 +33,7 @@ from verl_server.fleet.answers import error_answer, unavailable
 from verl_server.fleet.control import TO_ALL, Control
 from verl_server.fleet.keys import RouterKeys
 from verl_server.fleet.members import Fleet, Member, State
-from verl_server.fleet.operations import RoutedOperation
+from verl_server.fleet.operations import RoutedOperation, not_served
 from verl_server.fleet.placement import Placement
 from verl_server.fleet.relay import EXPECTED_INSTANCE, Client, Outcome, Refusal, Relay
 from verl_server.fleet.requests import RoutedRequest, read_body
@@ -63,6 +63,7 @@ class Router:
         self._fleet, self._keys, self._clock = fleet, keys, clock
         self._args = fleet.args
         self._resolver = Resolver(operations)
+        self._unknown = not_served(operations)
         self.placement = Placement(fleet.args.spill_margin)
         self.sessions = SessionPlaces(fleet, clock)
         self._control = Control(fleet)
@@ -78,22 +79,18 @@ class Router:
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         path_key = take_session_key(scope)
         found = self._resolver.find(scope["method"], scope["path"])
-        dialect = "sglang" if isinstance(found, NotServed) else found.operation.dialect
+        if isinstance(found, NotServed):
+            operation, parameters, path_key = self._unknown, {}, None
+        else:
+            operation, parameters = found.operation, found.parameters
         try:
             if self._status.serves(scope):
                 await self._status.answer(scope, receive, send, self._keys)
-                return
-            if isinstance(found, NotServed):
-                await self._forward_unknown(scope, receive, send, target)
-                return
-            await self._serve(scope, receive, send, found.operation, found.parameters, target, path_key)
+            else:
+                await self._serve(scope, receive, send, operation, parameters, target, path_key)
         except VerlServerError as error:
-            await self._answer(send, *error_answer(dialect, error))
-
-    async def _forward_unknown(self, scope: Scope, receive: Receive, send: Send, target: bytes) -> None:
-        """Let a server refuse a path that nobody serves, in the shape and with the hints that it has for it."""
-        operation = RoutedOperation(("(not served)",), (scope["method"],), "sglang", "key")
-        await self._serve(scope, receive, send, operation, {}, target, None)
+            dialect = operation.errors_of(scope["headers"])
+            await self._answer(send, *error_answer(dialect, error, says_success=operation.says_success))
 
     async def _serve(
         self,
