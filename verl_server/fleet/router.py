@@ -264,8 +264,13 @@ class Router:
         if (key := self.placement.keyed_owner(request, self._args.server)) is not None:
             owner = [member for member in healthy if member.url == key]
             return owner if owner or request.continues_stream else healthy
+        operation = request.operation
+        if not operation.generates and operation.access in ("open", "key"):  # it does not depend on the weights
+            able = healthy or self._fleet.answering
+            # Information comes from the same server each time, so that it does not jump.
+            return able[:1] if request.method in ("GET", "HEAD") else able
         if request.method in ("GET", "HEAD"):
-            return healthy[:1]  # the same one each time, so that what it tells does not jump
+            return healthy[:1]
         demand = request.demand
         if not demand or not healthy:
             return healthy
