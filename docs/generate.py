@@ -24,8 +24,8 @@ from declarations import Class, ClassName, Field, Function, Package
 
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
-from verl_server.server.http.operation import Operation
-from verl_server.server.openapi import SAMPLING
+from verl_server.server.http.operation import AnswerError, Operation
+from verl_server.server.openapi import SAMPLING, error_shape
 from verl_server.watch.run_records import AnyEvent
 
 ROOT = Path(__file__).parents[1]
@@ -552,10 +552,18 @@ def operations_table() -> str:
             "access": operation.access,
             "in_session": operation.in_session,
             "generates": operation.generates,
+            "says_success": error_shape(operation) == "RefusedUpdate",
+            "shared_with": {header: dialect_of(shape) for header, shape in operation.shared_with.items()},
         }
         for operation in mounted_operations()
     ]
     return "[\n" + ",\n".join(f" {json.dumps(row)}" for row in rows) + "\n]\n"
+
+
+def dialect_of(shape: AnswerError) -> str:
+    """The dialect whose module defines a shape of errors."""
+    parts = shape.__module__.split(".")
+    return parts[parts.index("dialects") + 1]
 
 
 def main() -> int:

@@ -38,6 +38,8 @@ TESTS = {
     "kits": ("test_sglang_kits.py",),
 }
 """Environment -> its tests, in the order of the page."""
+WAYS = ("server", "router")
+"""What the clients talk to: each test runs with a server, and through the router in front of servers."""
 _MOST_SECONDS = 1500.0
 """The longest time for the tests of an environment. The kits take 5 to 8 minutes, and twice that beside other work."""
 INTRODUCTION = """<!-- Written by `make test-compat`. -->
@@ -67,10 +69,21 @@ def main() -> int:
     parser.add_argument(
         "--cases", type=int, default=4, help="schemathesis cases, valid and invalid each, for an operation (default: 4)"
     )
+    parser.add_argument(
+        "--through",
+        choices=WAYS,
+        action="append",
+        help="what the clients talk to: a server, or the router in front of servers (default: both)",
+    )
     parser.add_argument("--page", type=Path, default=PAGE, help="where the page is written")
     parser.add_argument("pytest", nargs="*", help="options for pytest, after --")
     options = parser.parse_args()
-    settings = {"requests": options.requests, "concurrency": options.concurrency, "cases": options.cases}
+    settings = {
+        "requests": options.requests,
+        "concurrency": options.concurrency,
+        "cases": options.cases,
+        "ways": options.through or WAYS,
+    }
     results: dict[str, list[dict[str, Any]]] = {}
     codes = []
     for name in options.only or TESTS:
@@ -118,7 +131,7 @@ def make_environment(name: str) -> Path:
 
 
 def run_tests(
-    tests: list[str], python: Path, settings: dict[str, int], options: Iterable[str], most_seconds: float
+    tests: list[str], python: Path, settings: dict[str, Any], options: Iterable[str], most_seconds: float
 ) -> tuple[int, list[dict[str, Any]]]:
     """Run these files with the interpreter of their environment. Return (pytest's status, a record of each test)."""
     with tempfile.TemporaryDirectory(prefix="verl-server-compat-") as folder:

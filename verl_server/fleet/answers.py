@@ -27,8 +27,8 @@ class NoServerError(ServerDiedError):
     """No server may get the request now. Nothing was done: repeat it."""
 
 
-def error_answer(dialect: str, error: VerlServerError) -> tuple[int, Headers, bytes]:
-    """Return (status, headers, body)."""
+def error_answer(dialect: str, error: VerlServerError, *, says_success: bool = False) -> tuple[int, Headers, bytes]:
+    """Return (status, headers, body). `says_success` is of the operation (`RoutedOperation`)."""
     match dialect:
         case "openai" | "models":
             body: dict[str, Any] = openai_error_body(error)
@@ -37,7 +37,7 @@ def error_answer(dialect: str, error: VerlServerError) -> tuple[int, Headers, by
         case "vllm":
             body = vllm_error_body(error)
         case _:
-            body = sglang_error_body(error)
+            body = sglang_error_body(error) | ({"success": False} if says_success else {})
     encoded = orjson.dumps(body)
     # Engines raise the class that the header names: of the router's own classes they know the base.
     name = (

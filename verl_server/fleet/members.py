@@ -179,6 +179,12 @@ class Fleet:
     def healthy(self) -> list[Member]:
         return [member for member in self.members if member.state == State.HEALTHY]
 
+    @property
+    def answering(self) -> list[Member]:
+        """Members that answer, with whatever weights. They may say what does not depend on the weights."""
+        states = (State.HEALTHY, State.STALE, State.SUSPECT)
+        return [member for member in self.members if member.state in states and member.report is not None]
+
     # -- waiting -------------------------------------------------------------------------------------------------
 
     async def changed(self, seconds: float, since: int | None = None) -> bool:

@@ -7,11 +7,10 @@ has without importing one. `router` resolves each request with it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from importlib.resources import files
 
 import msgspec
-from starlette.types import Scope
 
 
 class RoutedOperation(msgspec.Struct, frozen=True):
@@ -20,38 +19,43 @@ class RoutedOperation(msgspec.Struct, frozen=True):
     paths: tuple[str, ...]
     methods: tuple[str, ...]
     dialect: str
-    """Name of the dialect, in whose shape errors are answered."""
+    """Name of the dialect, in whose shape errors are answered (`errors_of`)."""
     access: str
     """open, key, control, owner or local_owner (`server.http.operation.Access`)."""
     in_session: bool = False
     """True if a session key permits the operation."""
     generates: bool = False
     """True if the operation samples tokens."""
+    says_success: bool = False
+    """True if errors have `"success": false`, too, as those of SGLang's routes that change weights."""
+    shared_with: dict[str, str] = {}
+    """Header, in lower case, that the clients of another dialect send -> that dialect."""
 
     @property
     def name(self) -> str:
         return self.paths[0]
 
+    def errors_of(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """Return the name of the dialect in whose shape a request with these headers gets an error."""
+        sent = {name.decode("latin-1") for name, _ in headers} if self.shared_with else ()
+        return next((dialect for header, dialect in self.shared_with.items() if header in sent), self.dialect)
 
-class Dialects:
-    """Names the dialect in whose shape an error of the router is answered, as the servers choose it."""
+
+class UnservedPaths:
+    """The paths that no operation serves. A server refuses them, with the hints that it has for them."""
 
     def __init__(self, operations: Collection[RoutedOperation]) -> None:
         self._known = [(path.split("/")[1:], operation) for operation in operations for path in operation.paths]
+        self._shared_with = {header: dialect for each in operations for header, dialect in each.shared_with.items()}
 
-    def of(self, scope: Scope, operation: RoutedOperation | None) -> str:
-        """Return the dialect of an operation. Without one: of the operations whose paths share the most leading parts
-        with the request's path. A header of Anthropic's clients names theirs where dialects share a path."""
-        is_shared = operation is None or operation.dialect == "models"
-        if is_shared and any(name == b"anthropic-version" for name, _ in scope["headers"]):
-            return "anthropic"
-        if operation is not None:
-            return operation.dialect
-        parts = scope["path"].split("/")[1:]
+    def operation(self, path: str) -> RoutedOperation:
+        """Return what stands for a path. Its dialect is that of the operations whose paths share most leading parts."""
+        parts = path.split("/")[1:]
         shared = [(_shared_parts(parts, known), each.dialect) for known, each in self._known]
         most = max(count for count, _ in shared)
         near = Counter(dialect for count, dialect in shared if count == most)
-        return near.most_common(1)[0][0] if most else "sglang"
+        dialect = near.most_common(1)[0][0] if most else "sglang"
+        return RoutedOperation(("(not served)",), (), dialect, "key", shared_with=self._shared_with)
 
 
 def _shared_parts(parts: list[str], known: list[str]) -> int:

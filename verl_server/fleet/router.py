@@ -35,7 +35,7 @@ from verl_server.fleet.answers import error_answer, unavailable
 from verl_server.fleet.control import TO_ALL, Control, aborts_all
 from verl_server.fleet.keys import RouterKeys
 from verl_server.fleet.members import Fleet, Member, State
-from verl_server.fleet.operations import Dialects, RoutedOperation
+from verl_server.fleet.operations import RoutedOperation, UnservedPaths
 from verl_server.fleet.placement import Placement
 from verl_server.fleet.relay import EXPECTED_INSTANCE, Client, Outcome, Refusal, Relay
 from verl_server.fleet.requests import RoutedRequest, read_body
@@ -67,7 +67,7 @@ class Router:
     ) -> None:
         self._fleet, self._keys, self._clock = fleet, keys, clock
         self._args = fleet.args
-        self._resolver, self._dialects = Resolver(operations), Dialects(operations)
+        self._resolver, self._unserved = Resolver(operations), UnservedPaths(operations)
         self.placement = Placement(fleet.args.spill_margin)
         fleet.on_renewed = lambda member: self.placement.prefixes.forget(member.url)
         self.sessions = SessionPlaces(fleet, clock)
@@ -84,22 +84,18 @@ class Router:
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         path_key = take_session_key(scope)
         found = self._resolver.find(scope["method"], scope["path"])
-        dialect = self._dialects.of(scope, None if isinstance(found, NotServed) else found.operation)
+        if isinstance(found, NotServed):
+            operation, parameters, path_key = self._unserved.operation(scope["path"]), {}, None
+        else:
+            operation, parameters = found.operation, found.parameters
         try:
             if self._status.serves(scope):
                 await self._status.answer(scope, receive, send, self._keys)
-                return
-            if isinstance(found, NotServed):
-                await self._forward_unknown(scope, receive, send, target)
-                return
-            await self._serve(scope, receive, send, found.operation, found.parameters, target, path_key)
+            else:
+                await self._serve(scope, receive, send, operation, parameters, target, path_key)
         except VerlServerError as error:
-            await self._answer(send, *error_answer(dialect, error))
-
-    async def _forward_unknown(self, scope: Scope, receive: Receive, send: Send, target: bytes) -> None:
-        """Let a server refuse a path that nobody serves, in the shape and with the hints that it has for it."""
-        operation = RoutedOperation(("(not served)",), (scope["method"],), self._dialects.of(scope, None), "key")
-        await self._serve(scope, receive, send, operation, {}, target, None)
+            dialect = operation.errors_of(scope["headers"])
+            await self._answer(send, *error_answer(dialect, error, says_success=operation.says_success))
 
     async def _serve(
         self,
@@ -286,8 +282,13 @@ class Router:
         if (key := self.placement.keyed_owner(request, self._args.server)) is not None:
             owner = [member for member in healthy if member.url == key]
             return owner if owner or request.continues_stream else healthy
+        operation = request.operation
+        if not operation.generates and operation.access in ("open", "key"):  # it does not depend on the weights
+            able = healthy or self._fleet.answering
+            # Information comes from the same server each time, so that it does not jump.
+            return able[:1] if request.method in ("GET", "HEAD") else able
         if request.method in ("GET", "HEAD"):
-            return healthy[:1]  # the same one each time, so that what it tells does not jump
+            return healthy[:1]
         demand = request.demand
         if not demand or not healthy:
             return healthy

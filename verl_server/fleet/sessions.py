@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from enum import Enum
+from typing import Any, cast
 from urllib.parse import quote
 
 import msgspec
@@ -54,7 +55,7 @@ class SessionPlaces:
         self._names = Recent(_MOST_NAMES)
         self._keys = Recent(_MOST_NAMES)
         self._absent: dict[bytes, float] = {}
-        self._asking: dict[bytes, asyncio.Task[str | None]] = {}
+        self._asking: dict[bytes, asyncio.Task[list[tuple[Member, Said]]]] = {}
         self._slots = asyncio.Semaphore(_MOST_ASKING)
 
     def __len__(self) -> int:
@@ -62,7 +63,7 @@ class SessionPlaces:
 
     def created(self, url: str, body: bytes) -> None:
         """Note the session of the answer to a request that creates one."""
-        named: _Named | str | None = decoded(body, _Named | str)
+        named: _Named | str | None = decoded(body, cast(Any, _Named | str))
         name, key = (named.id, named.key) if isinstance(named, _Named) else (named, None)
         if name is not None:
             self._names.put(name, url)
@@ -72,7 +73,7 @@ class SessionPlaces:
 
     def may_have(self, url: str, name: str) -> None:
         """Note the server that was lost while it created a session. It may have the session when it is back."""
-        self._names[name] = url
+        self._names.put(name, url)
 
     def ended(self, name: str) -> None:
         self._names.drop(name)

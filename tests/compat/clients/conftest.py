@@ -1,6 +1,7 @@
 """Fixtures for tests of unmodified clients, and the record of every test for docs/compatibility.md.
 
 This folder runs inside the environments of clients, which lack this package: `python -m tests.compat.run` starts it.
+Each test that uses a server runs twice: with a server, and with `verl-server router` in front of servers (`way`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,29 @@ import json
 import os
 import socket
 import subprocess
+import time
 import unittest
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 SETTINGS: dict[str, Any] = json.loads(os.environ.get("VERL_SERVER_COMPAT", "{}"))
+WAYS = ("server", "router")
+"""What a client talks to: a server, or the router in front of servers."""
+_LAUNCHES = "the client launches its server and pushes weights to it, and weights do not pass through the router"
+NOT_ROUTED = {
+    "test_sglang_adapter.py": _LAUNCHES,
+    "test_verl.py": _LAUNCHES,
+    "test_slime.py": _LAUNCHES,
+    "test_router.py": "sglang-router is a router itself, which has the place of ours",
+}
+"""File -> why its clients cannot talk to the router."""
+_ROUTED_SERVERS = 2
+"""Servers behind the router. Those with a model of their own have one: two of them are slow on two cores."""
 _STARTUP_SECONDS = 120.0
 
 
@@ -33,6 +47,8 @@ class Server:
     model: str
     """Folder of the model."""
     process: subprocess.Popen[str]
+    behind: list[Server] = field(default_factory=list)
+    """The servers behind the router, if this is one."""
 
     @property
     def port(self) -> int:
@@ -57,12 +73,22 @@ class Server:
         output: list[int] = self.post("/generate", {"input_ids": ids, "sampling_params": sampling})["output_ids"]
         return output
 
+    def is_ready(self) -> bool:
+        """Return True if `/ready` says so."""
+        try:
+            with urllib.request.urlopen(self.url + "/ready", timeout=60) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
     def stop(self) -> None:
         self.process.terminate()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
+        for server in self.behind:
+            server.stop()
 
 
 def free_port() -> int:
@@ -83,26 +109,60 @@ def start_server(**settings: Any) -> Server:
     return Server(process=process, **json.loads(ready))
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """The server that all tests of an environment share."""
-    server = start_server()
-    yield server
-    server.stop()
+def start_router(servers: list[Server], key: str | None) -> Server:
+    """Start the router in front of servers that have this key. Clients see it as a server."""
+    port = free_port()
+    command = [SETTINGS["python"], "-m", "verl_server", "router", "--port", str(port)]
+    for server in servers:
+        command += ["--server", server.url]
+    if key is not None:
+        file = Path(SETTINGS["folder"]) / "servers_key"
+        file.write_text(key, encoding="utf-8")
+        command += ["--server-api-key-file", str(file)]
+    process = subprocess.Popen(command, text=True, cwd=SETTINGS["root"])
+    router = Server(f"http://127.0.0.1:{port}", servers[0].model, process, servers)
+    deadline = time.monotonic() + _STARTUP_SECONDS
+    while not router.is_ready():
+        assert process.poll() is None and time.monotonic() < deadline, "the router did not find its servers"
+        time.sleep(0.1)
+    return router
 
 
 @pytest.fixture(scope="session")
-def make_server() -> Iterator[Callable[..., Server]]:
-    """Start further servers, which end with the session."""
+def way(request: pytest.FixtureRequest) -> str:
+    """Which of `WAYS` a test runs. Tests of `unittest`'s classes run one for the whole session: they take no values."""
+    return str(getattr(request, "param", SETTINGS["ways"][-1]))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "way" in metafunc.fixturenames:
+        ways = [way for way in SETTINGS["ways"] if way == "server" or metafunc.definition.path.name not in NOT_ROUTED]
+        metafunc.parametrize("way", ways, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def make_server(way: str) -> Iterator[Callable[..., Server]]:
+    """Start servers, which end with the last test of this way."""
     servers: list[Server] = []
 
     def make(**settings: Any) -> Server:
-        servers.append(start_server(**settings))
+        if way == "server":
+            servers.append(start_server(**settings))
+        else:
+            count = 1 if "model_path" in settings else _ROUTED_SERVERS
+            behind = [start_server(**settings) for _ in range(count)]
+            servers.append(start_router(behind, settings.get("api_key")))
         return servers[-1]
 
     yield make
     for server in servers:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def server(make_server: Callable[..., Server]) -> Server:
+    """The server that all tests of an environment share."""
+    return make_server()
 
 
 @pytest.fixture(scope="session")
@@ -123,9 +183,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             exercised = f"{case.cls.__name__}.{item.name}"
         else:
             exercised = inspect.getdoc(case.function) or item.name
+        way, others = None, []
         if hasattr(item, "callspec"):
-            exercised += f" ({item.callspec.id})"
+            way = item.callspec.params.get("way")
+            others = [part for part in item.callspec.id.split("-") if part != way]
+        if others:
+            exercised += f" ({'-'.join(others)})"
         item.user_properties += [
+            ("way", way),
+            ("not_routed", NOT_ROUTED.get(item.path.name)),
             ("client", name),
             ("version", importlib.metadata.version(package) if package else "-"),
             ("exercised", " ".join(exercised.split())),

@@ -23,7 +23,7 @@ _HANG_SECONDS = 60.0
 """An answer that takes longer counts as a hang. The sum of the server's bounds for one request is smaller: waiting for
 a text worker, rendering, compiling a grammar, waiting for the end of a pause, and waiting for a control call."""
 RESTORE = ("/continue_generation", "/end_weight_update", "/resume", "/wake_up", "/resume_memory_occupation")
-"""Routes that end the states in which generation waits or is refused."""
+"""Routes that end the states in which generation waits or is refused. Weights that are lost are loaded again."""
 NAMES = ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
 
 
@@ -38,6 +38,8 @@ def restore(server: Server) -> None:
     for path in RESTORE:
         with contextlib.suppress(urllib.error.HTTPError):  # 400: the server is not in that state
             server.post(path, {})
+    if not server.get("/weight_version")["accepts"]:
+        server.post("/update_weights_from_disk", {"model_path": server.model, "weight_version": "restored"})
 
 
 def check(case: Any, checks: list[Any], statuses: Counter[str]) -> None:
