@@ -49,6 +49,8 @@ _GENERATE = "/generate"
 CLOSE_SESSION = "/close_session"
 INFO_TIMEOUT = 30.0
 """Seconds to wait for the answer to a short request: information or an abort."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds that a shutdown waits until the server has closed this process's memory."""
 _EXIT_WAIT = 5.0
 """Seconds to wait, after a connection broke, until the exit status of the launched server is known."""
 _EXIT_POLL = 0.02
