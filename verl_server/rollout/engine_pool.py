@@ -100,6 +100,7 @@ class EnginePool:
         while True:
             member = self._member_of(session_id)
             knew = member.run
+            demand: dict[str, Any] = {} if knew is None else dict(demand_fields(self._version))
             try:
                 return await member.engine.async_generate(
                     prompt,
@@ -108,7 +109,7 @@ class EnginePool:
                     return_logprob=return_logprob,
                     session_id=session_id,
                     timeout=timeout,
-                    **(demand_fields(self._version) if knew is not None else {}),
+                    **demand,
                 )
             except (ServerRestartedError, ServerDiedError, ServerUnavailableError, VersionBehindError) as error:
                 if not await self._is_lost(member, error):
