@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from verl_server.engine.fleet_report import FLEET_HEADER
+from verl_server.engine.router_client import FLEET_HEADER
 from verl_server.messages.io_struct import EXPECTED_INSTANCE_HEADER, INSTANCE_HEADER
 
 FLEET = "f1ee7000"
@@ -26,6 +26,8 @@ class FakeRouter:
         self.states: dict[str, str] = {}
         self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
         """(method, path, headers, body) of each request that was handed on."""
+        self.committed: list[str] = []
+        """Versions whose push was declared to be over."""
         self._port = 0
         self.start()
 
@@ -59,7 +61,11 @@ class FakeRouter:
             connection.close()
 
     def report(self) -> dict[str, Any]:
-        return {"fleet": FLEET, "committed": None, "servers": [self._look(url) for url in self._urls()]}
+        return {
+            "fleet": FLEET,
+            "committed": self.committed[-1] if self.committed else None,
+            "servers": [self._look(url) for url in self._urls()],
+        }
 
     def _look(self, url: str) -> dict[str, Any]:
         seen: dict[str, Any] = {"url": url, "state": "dead", "instance_id": None, "weight_version": None}
@@ -77,7 +83,9 @@ class FakeRouter:
         healthy = [server["url"] for server in self.report()["servers"] if server["state"] == "healthy"]
         expected = request.headers.get(EXPECTED_INSTANCE_HEADER)
         headers = {FLEET_HEADER: FLEET, INSTANCE_HEADER: FLEET}
-        if request.path.partition("?")[0] == "/fleet":
+        if request.path == "/fleet/commit":
+            self.committed.append(json.loads(body)["weight_version"])
+        if request.path.startswith("/fleet"):
             status, content = 200, json.dumps(self.report()).encode()
         elif expected not in (None, FLEET):
             status, content = 412, b'{"error": {"message": "another fleet"}}'

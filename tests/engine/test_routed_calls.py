@@ -91,9 +91,12 @@ def test_attach_recognizes_a_router_and_generates_through_it(router: FakeRouter,
     assert [path for _, path, _, _ in router.requests][-2:] == ["/generate", "/generate"]
 
 
-def test_a_push_reaches_each_server_under_one_label(servers: list[Server], engine: RoutedEngine) -> None:
+def test_a_push_reaches_each_server_under_one_label(
+    servers: list[Server], engine: RoutedEngine, router: FakeRouter
+) -> None:
     engine.update_weights_from_tensor(TENSORS, weight_version="1@5f2c9a1e")
     assert versions(servers) == ["1@5f2c9a1e"] * 3
+    assert router.committed == ["1@5f2c9a1e"], "the router need not wait until it sees the version"
     engine.update_weights_from_tensor(TENSORS)
     (own,) = set(versions(servers))
     assert own != "1@5f2c9a1e", "a push without a label has one of its own, the same on all servers"

@@ -18,11 +18,11 @@ import msgspec
 from verl_server.engine.attached.identify import identify
 from verl_server.engine.attached.server import AttachedServer, GenerateTransport
 from verl_server.engine.base import Result
-from verl_server.engine.fleet_report import FLEET_HEADER, FLEET_PATH
 from verl_server.engine.http_answers import control_reply, raise_for
 from verl_server.engine.http_transport import CLOSE_SESSION, CLOSE_TIMEOUT, INFO_TIMEOUT, HttpTransport
 from verl_server.engine.restarts import RestartableServer, terminate_server
 from verl_server.engine.routed import RoutedCalls
+from verl_server.engine.router_client import FLEET_HEADER, FLEET_PATH
 from verl_server.engine.server_address import server_address
 from verl_server.engine.server_instance import ServerInstance
 from verl_server.errors import (
@@ -312,7 +312,6 @@ class RoutedEngine(RoutedCalls, HttpServerEngineAdapter):
         engine._connect(url, api_key, admin_api_key, None)
         key = api_key if admin_api_key is None else None
         engine._route(lambda server: HttpServerEngineAdapter.attach(server, key, admin_api_key))
-        engine._instance.id = engine.fleet().fleet
         info = engine._info_of_a_server()
         engine._know(info, _known_settings(info), api_key)
         return engine

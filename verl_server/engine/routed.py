@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from verl_server.engine.fleet_report import FLEET_PATH, FleetReport, fleet_in
 from verl_server.engine.http_transport import CLOSE_TIMEOUT
 from verl_server.engine.options import PushOptions
 from verl_server.engine.restarts import NOTHING_TO_HEAL, RESTART_POLL, RestartableServer
+from verl_server.engine.router_client import FleetReport, RouterClient
 from verl_server.engine.server_group import AWAY, ServerGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import (
@@ -110,6 +110,7 @@ class RoutedCalls(RestartableServer):
     }
     """Control request -> the servers that get it."""
 
+    _router: RouterClient
     _servers: ServerGroup[RestartableServer]
     _versions: OwnVersions
     """Makes the labels of pushes without one, because each server would make another."""
@@ -119,15 +120,15 @@ class RoutedCalls(RestartableServer):
     """URLs of the servers that have the open transaction."""
 
     def _route(self, connect: Callable[[str], RestartableServer]) -> None:
-        """Set the attributes. `connect(url)` returns an engine for one server, with the servers' admin key."""
+        """Ask the router for its servers. `connect(url)` returns an engine for one, with the servers' admin key."""
+        self._router = RouterClient(self._transport, str(self.url))
         self._servers, self._versions = ServerGroup(connect), OwnVersions()
-        self._urls, self._taking_part = list[str](), list[str]()
+        self._taking_part = []
+        self._instance.id = self.fleet().fleet
 
     def fleet(self) -> FleetReport:
         """Return what the router reports about its servers."""
-        report = fleet_in(self._transport.probe(FLEET_PATH))
-        if report is None:
-            raise ServerUnavailableError(f"The server at {self.url} was a router, and is none any more.")
+        report = self._router.fleet()
         self._urls = report.urls
         return report
 
@@ -136,8 +137,6 @@ class RoutedCalls(RestartableServer):
         try:
             return self.fleet().urls
         except (ServerDiedError, ServerUnavailableError) as error:
-            if not self._urls:
-                raise
             logger.warning("The router does not answer, and the call goes to the servers that it had: %s", error)
             return list(self._urls)
 
@@ -161,7 +160,7 @@ class RoutedCalls(RestartableServer):
             replies = self._on_all(req.route, send)
         if isinstance(req, WeightsCheckerReq) and req.action == "checksum":
             _check_equal({url: reply.payload for url, reply in replies.items()})
-        self._note_version(req)
+        self._commit(req)
         return next(iter(replies.values()))
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
@@ -227,7 +226,7 @@ class RoutedCalls(RestartableServer):
             results = self._in_part(req.transaction_id, "The push", send)
         else:
             results = self._on_all("The push", send_or_heal)
-        self._note_version(req)
+        self._commit(req)
         return next(iter(results.values()))
 
     def _sending_push(
@@ -264,12 +263,14 @@ class RoutedCalls(RestartableServer):
         self._versions.note(label)
         return label
 
-    def _note_version(self, req: ControlReq) -> None:
+    def _commit(self, req: ControlReq) -> None:
+        """Record a request that the servers have carried out. If it made a version, tell the router."""
         if isinstance(req, UpdateReq):
             self._last_disk = req if isinstance(req, UpdateWeightsFromDiskReq) else None
         label = req.new_version if isinstance(req, UpdateWeightVersionReq) else getattr(req, "weight_version", None)
         if label is not None:
             self._instance.weight_version = label
+            self._router.commit(label)
 
     # -- transactions ----------------------------------------------------------------------------------------------
 
@@ -348,7 +349,7 @@ class RoutedCalls(RestartableServer):
                 if time.monotonic() > deadline:
                     raise
             time.sleep(RESTART_POLL)
-        self._note_version(req)
+        self._commit(req)
         return next(iter(results.values()))
 
     def accept_restart(self) -> None:

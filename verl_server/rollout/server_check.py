@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
-from verl_server.engine.fleet_report import read_fleet
 from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.router_client import RouterClient
 from verl_server.engine.server_address import server_address
 from verl_server.errors import BadRequestError, ServerDiedError
 
@@ -40,7 +41,8 @@ def routed_servers(router: str, servers: Sequence[str] = ()) -> tuple[str, ...]:
     has no server.
     """
     try:
-        urls = tuple(read_fleet(router).urls)
+        with contextlib.closing(RouterClient.at(router)) as client:
+            urls = tuple(client.fleet().urls)
     except ServerDiedError as error:
         raise _unanswered(error, f"--router {router}", "router") from error
     if not urls:

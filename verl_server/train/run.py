@@ -44,6 +44,7 @@ import torch.distributed as dist
 from verl_server import lora
 from verl_server._version import __version__
 from verl_server.engine.rank_group import RankGroup
+from verl_server.engine.router_client import RouterClient
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import UnansweredError, VerlServerError
 from verl_server.files.command_options import parse_options
@@ -228,6 +229,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 stop=stop,
                 note=files.note,
                 mode=args.update_mode(),
+                commit=_commit_of(args, stack),
             )
             parts = RunParts(
                 policy, device, servers, urls, keys, prepared, files, ranks, stop, advisor, incarnation, reference
@@ -294,6 +296,14 @@ def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_ste
     else:
         name = Path(checkpoint).name
         files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name, advises=True))
+
+
+def _commit_of(args: TrainArgs, stack: contextlib.ExitStack) -> Callable[[str], None]:
+    """Return a function that tells the router of a run which version its servers have."""
+    if args.router is None:
+        return lambda version: None
+    key = args.server.admin_api_key or args.server.api_key
+    return stack.enter_context(contextlib.closing(RouterClient.at(args.router, key))).commit
 
 
 def _check_servers(args: TrainArgs) -> None:

@@ -59,10 +59,12 @@ class RolloutServers:
         stop: StopRequest | None = None,
         note: Callable[[RunEvent], None] = lambda event: None,
         mode: UpdateMode = "wait",
+        commit: Callable[[str], None] = lambda version: None,
     ) -> None:
         """`restart_timeout`: seconds to wait for a server when none is left. `stop` interrupts this wait.
 
         `note` takes the events of servers and pushes. `mode` is the treatment of requests that run during a push.
+        `commit` is called on rank 0 with the version that servers have been given: it tells a router.
         """
         if not engines:
             raise BadRequestError("RolloutServers needs at least one engine.")
@@ -78,6 +80,7 @@ class RolloutServers:
         self._stop = stop or StopRequest()
         self._note = note
         self._mode = mode
+        self._commit = commit
 
     @property
     def adapters(self) -> list[HttpServerEngineAdapter]:
@@ -115,6 +118,7 @@ class RolloutServers:
         with self._noted(version):
             self._away = [engine for engine in self.engines if not self._done(engine, update)]
             self._bring_back(named_weights)
+        self._tell_router()
         self._relaunches_left, self._has_pushed = self._max_relaunches, True
 
     def ensure(self, named_weights: NamedWeights) -> None:
@@ -130,6 +134,11 @@ class RolloutServers:
         self._away = [self.engines[place] for place in lost]
         if len(self._away) == len(self.engines):
             self._bring_back(named_weights)
+            self._tell_router()
+
+    def _tell_router(self) -> None:
+        if self._ranks.rank == 0:
+            self._commit(str(self._version))
 
     def are_lost(self) -> bool:
         """Return True if no server has the newest weights. Rank 0 calls it."""
