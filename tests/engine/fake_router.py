@@ -93,7 +93,8 @@ class FakeRouter:
             status, content = 503, b'{"error": {"message": "no healthy server"}}'
             headers |= {"X-Verl-Error": "ServerUnavailableError", "Retry-After": "1"}
         else:
-            self.requests.append((request.command, request.path, dict(request.headers.items()), body))
+            names = {name.lower(): value for name, value in request.headers.items()}
+            self.requests.append((request.command, request.path, names, body))
             status, sent, content = _handed_on(healthy[0], request, body)
             headers = sent | headers
         request.send_response(status)
