@@ -77,7 +77,7 @@ class AgentRolloutArgs:
     """URL of a running server. May be repeated. The servers' key is VERL_SERVER_API_KEY of the environment, or in
     `--api-key-file`."""
     router: str | None = None
-    """URL of a router (`verl-server router`), through which the sessions play. If --server is named, too, it must name
+    """URL of a router (`verl-server router`), through which the episodes play. If --server is named, too, it must name
     the router's servers."""
     api_key_file: Path | None = None
     """File with the API key or admin key of the server."""

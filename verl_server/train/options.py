@@ -249,8 +249,8 @@ class TrainArgs:
     """URL of a running rollout server of the same model on this host. Name several servers by repeating the option: the
     episodes spread over them, and each push reaches all of them. By default a server is launched."""
     router: str | None = None
-    """URL of a router (`verl-server router`). The run uses its servers, which run on this host: episodes play through
-    the router, and weights are pushed to each server directly. If --server is named, too, it must name the same."""
+    """URL of a router (`verl-server router`), through which the episodes play. Weights are pushed to its servers
+    directly, so they run on this host. If --server is named, too, it must name the router's servers."""
     max_relaunches: int = MAX_RELAUNCHES
     """The launched server is launched again when it ends, at most this many times between two pushes. Servers at
     --server are waited for, at most --restart-timeout seconds if none is left."""
