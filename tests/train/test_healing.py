@@ -159,13 +159,13 @@ def test_a_run_on_three_servers_goes_on_when_one_is_killed(
     ranks = all_ranks()
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(attach_engine(url)) for url in urls]
-        limits, places, commit = Limits(max_turns=3, max_new_tokens=1), urls, lambda version: None
+        limits, places, client = Limits(max_turns=3, max_new_tokens=1), urls, None
         if is_routed:
             router = stack.enter_context(RouterProcess(urls, tmp_path))
             assert eventually(lambda: router.is_healthy(3)), router.report()
-            places, commit = [router.url], RouterClient.at(router.url).commit
+            places, client = [router.url], RouterClient.at(router.url)
         loop = stack.enter_context(AgentLoop(places, lambda: Game(kill), renderer, limits=limits))
-        run = GRPO(trainer, RolloutServers(engines, ranks, commit=commit), loop, ranks)
+        run = GRPO(trainer, RolloutServers(engines, ranks, router=client), loop, ranks)
         run.push()
         steps = [run.step() for _ in range(2)]
         three[1].terminate()

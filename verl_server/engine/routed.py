@@ -362,16 +362,9 @@ class RoutedCalls(RestartableServer):
         old, so it is read again until it is certain.
         """
         deadline = time.monotonic() + _REPORT_SECONDS
-        while True:
-            try:
-                reason = self.fleet().lost(version)
-            except (ServerDiedError, ServerUnavailableError) as error:
-                return str(error)
-            except VerlServerError:  # it is slow
-                return None
-            if reason is None or time.monotonic() > deadline:
-                return reason
+        while (reason := self._router.lost(version)) is not None and time.monotonic() < deadline:
             time.sleep(RESTART_POLL)
+        return reason
 
     async def async_wait_until_healed(self, timeout: float, version: str | None = None) -> None:
         """Wait until a server is healthy whose weights satisfy `version`.

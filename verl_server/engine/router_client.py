@@ -15,7 +15,7 @@ from verl_server.engine.http_answers import raise_for
 from verl_server.engine.http_transport import INFO_TIMEOUT, HttpTransport
 from verl_server.engine.server_address import server_address
 from verl_server.engine.server_instance import ServerInstance
-from verl_server.errors import BadRequestError, ServerUnavailableError, VerlServerError
+from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError, VerlServerError
 from verl_server.weight_version import satisfies
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RouterClient:
     """The routes of a router about its fleet. Any thread may call the methods."""
 
     def __init__(self, transport: HttpTransport, url: str) -> None:
-        self._transport, self._url = transport, url
+        self._transport, self.url = transport, url
 
     @classmethod
     def at(cls, url: str, admin_api_key: str | None = None) -> RouterClient:
@@ -79,12 +79,24 @@ class RouterClient:
         """
         answer = self._transport.probe(FLEET_PATH)
         if answer.headers.get(FLEET_HEADER) is None:
-            raise BadRequestError(f"The server at {self._url} is no router of verl-server: it has no GET {FLEET_PATH}.")
+            raise BadRequestError(f"The server at {self.url} is no router of verl-server: it has no GET {FLEET_PATH}.")
         raise_for(answer)
         try:
             return msgspec.json.decode(answer.content, type=FleetReport)
         except msgspec.DecodeError as error:
-            raise ServerUnavailableError(f"{self._url} answered GET {FLEET_PATH} with other data: {error}") from None
+            raise ServerUnavailableError(f"{self.url} answered GET {FLEET_PATH} with other data: {error}") from None
+
+    def lost(self, version: str | None = None) -> str | None:
+        """Return why no server can generate through the router now, or None if one can; see `FleetReport.lost`.
+
+        A router that is slow to answer is not lost.
+        """
+        try:
+            return self.fleet().lost(version)
+        except (ServerDiedError, ServerUnavailableError) as error:
+            return str(error)
+        except VerlServerError:
+            return None
 
     def commit(self, version: str) -> None:
         """Declare that the push of `version` is over. Servers without it then get no new requests.
@@ -95,7 +107,7 @@ class RouterClient:
             raise_for(self._transport.post("/fleet/commit", {"weight_version": version}, INFO_TIMEOUT))
         except VerlServerError as error:
             level = logging.WARNING if isinstance(error, BadRequestError) else logging.INFO
-            logger.log(level, "The router at %s did not take version %s: %s", self._url, version, error)
+            logger.log(level, "The router at %s did not take version %s: %s", self.url, version, error)
 
     def close(self) -> None:
         self._transport.close()

@@ -229,7 +229,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 stop=stop,
                 note=files.note,
                 mode=args.update_mode(),
-                commit=_commit_of(args, stack),
+                router=_router_of(args, stack),
             )
             parts = RunParts(
                 policy, device, servers, urls, keys, prepared, files, ranks, stop, advisor, incarnation, reference
@@ -298,18 +298,24 @@ def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_ste
         files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name, advises=True))
 
 
-def _commit_of(args: TrainArgs, stack: contextlib.ExitStack) -> Callable[[str], None]:
-    """Return a function that tells the router of a run which version its servers have."""
+def _router_of(args: TrainArgs, stack: contextlib.ExitStack) -> RouterClient | None:
+    """Return a client of the run's router, which ends with `stack`."""
     if args.router is None:
-        return lambda version: None
+        return None
     key = args.server.admin_api_key or args.server.api_key
-    return stack.enter_context(contextlib.closing(RouterClient.at(args.router, key))).commit
+    return stack.enter_context(contextlib.closing(RouterClient.at(args.router, key)))
+
+
+def _keys_of_servers(args: TrainArgs) -> tuple[str | None, str | None]:
+    """Return (API key, admin key) for running servers. Behind a router, the API key may be the router's own."""
+    api_key, admin_key = args.server.api_key, args.server.admin_api_key
+    return (None if args.router is not None and admin_key is not None else api_key), admin_key
 
 
 def _check_servers(args: TrainArgs) -> None:
     option = "--server" if args.router is None else f"--router {args.router}, server"
     for url in args.server_urls:
-        check_server(url, args.server.api_key, args.server.admin_api_key, option=option)
+        check_server(url, *_keys_of_servers(args), option=option)
 
 
 @contextlib.contextmanager
@@ -325,8 +331,7 @@ def _serving(
     settings = args.server_settings
     with contextlib.ExitStack() as stack:
         if args.attaches:
-            keys = settings.get("api_key"), settings.get("admin_api_key")
-            urls = args.server_urls
+            keys, urls = _keys_of_servers(args), args.server_urls
             engines = [stack.enter_context(attach_engine(url, *keys, rank_timeout=args.rank_timeout)) for url in urls]
         else:
             if args.agent is not None:
