@@ -57,6 +57,14 @@ def read_demand(minimum: str | None, exact: str | None, names: tuple[str, str] =
     return ""
 
 
+def demand_fields(demand: str | None) -> dict[str, str]:
+    """Return the fields of a request that state `demand` (`read_demand` reads them); none for None and ""."""
+    if not demand:
+        return {}
+    is_minimum = demand.startswith(">=") and WeightVersion.parse(demand[2:]) is not None
+    return {MIN_FIELD: demand[2:]} if is_minimum else {EXACT_FIELD: demand}
+
+
 def _check_length(name: str, label: str) -> None:
     if not 1 <= len(label) <= MAX_LABEL_LENGTH:
         raise BadRequestError(f"{name} must have 1 to {MAX_LABEL_LENGTH} characters, not {len(label)}.")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.router_process import RouterProcess
+from tests.waiting import eventually
 from verl_server.cli.main import main
 from verl_server.cli.rollout import RolloutArgs
 from verl_server.engine.http import HttpServerEngineAdapter
@@ -40,6 +42,13 @@ def test_rollout_against_running_servers(
         assert f"Leave the path out of the URL: {server.url}." in capsys.readouterr().err
         assert main(["rollout", "--server", server.url, *named, "--observation-key", "nope"]) == 1
         assert "Name one of them with observation_key (--observation-key)" in capsys.readouterr().err
+        with RouterProcess([server.url], tmp_path) as router:
+            assert eventually(lambda: router.is_healthy(1)), router.report()
+            routed = ["--router", router.url, *named[:-1], str(tmp_path / "routed.jsonl"), "--groups", "1"]
+            assert main(["rollout", *routed, "--server", "http://127.0.0.1:9"]) == 1
+            assert "The servers at --server are not those of the router" in capsys.readouterr().err
+            assert main(["rollout", *routed, "--server", server.url, "--max-new-tokens", "8"]) == 0
+            assert sum(router.report()["placements"].values()) > 0
         where = ["--server", server.url.removeprefix("http://"), *named]
         assert main(["rollout", *where, "--groups", "3", "--group-size", "2", "--max-new-tokens", "8"]) == 0
         assert server.get_server_info()  # the rollout must not end a server that it did not start

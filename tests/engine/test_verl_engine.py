@@ -29,6 +29,11 @@ def test_two_ranks(two_ranks: Path, check: str) -> None:
     expect_passed(two_ranks, 2, check)
 
 
+def test_two_ranks_over_a_router(tmp_path: Path, tiny_llama: Path) -> None:
+    torchrun(2, "tests.engine.verl_engine_ranks", "router", tiny_llama, results=tmp_path)
+    expect_passed(tmp_path, 2, "all_ranks_push_to_all_servers")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "server"])
 def test_two_ranks_with_other_engines(scenario: str, tmp_path: Path, tiny_llama: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from tests.engine.router_process import RouterProcess
 from verl_server import HttpServerEngineAdapter
 from verl_server.engine.placement import seed_of_engine
 from verl_server.engine.rank_group import RankGroup
@@ -407,6 +409,68 @@ def run_restart(bench: Bench) -> None:
     bench.run("a_restarted_server_is_healed_by_all_ranks", a_restarted_server_is_healed_by_all_ranks)
 
 
+def run_router(bench: Bench) -> None:
+    """Two servers behind a router. All ranks push to both of them in one call."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def all_ranks_push_to_all_servers() -> None:
+        key, place = "admin-key", [""]
+        with contextlib.ExitStack() as stack:
+            servers = list[HttpServerEngineAdapter]()
+            if bench.rank == 0:
+                settings = bench._settings | {"port": 0, "admin_api_key": key}
+                servers += [stack.enter_context(HttpServerEngineAdapter(**settings)) for _ in range(2)]
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                router = stack.enter_context(RouterProcess([str(server.url) for server in servers], folder))
+                place = [router.url]
+            dist.broadcast_object_list(place)
+            with VerlEngine(mesh, server_url=place[0], admin_api_key=key) as bench.engine:
+                _push_through_router(bench, mesh, servers)
+            dist.barrier()
+
+    bench.run("all_ranks_push_to_all_servers", all_ranks_push_to_all_servers)
+
+
+def _push_through_router(bench: Bench, mesh: Any, servers: list[HttpServerEngineAdapter]) -> None:
+    """Push shards of all ranks, by registration too. Kill a server, push, start it again, and push again."""
+
+    def served() -> list[str]:
+        found: list[Any] = [[server.get_server_info()["weight_version"] for server in servers]]
+        dist.broadcast_object_list(found)
+        return found[0]  # type: ignore[no-any-return]
+
+    def shards() -> list[Any]:
+        return [(n, distribute_tensor(p.detach(), mesh, [Shard(0)])) for n, p in bench.trainer.named_parameters()]
+
+    bench.train(21)
+    bench.engine.update_weights_from_tensor(shards(), weight_version="1@5f2c9a1e")
+    bench.expect_parity()
+    assert served() == ["1@5f2c9a1e"] * 2
+    assert bench.engine.weights_checker("checksum"), "the servers hold equal weights"
+    bench.train(22)
+    bench.engine.register_weights(shards())
+    bench.engine.push_weights("2@5f2c9a1e")
+    bench.expect_parity()
+    assert served() == ["2@5f2c9a1e"] * 2
+    again = servers[1].server_args if servers else None
+    if servers:
+        servers.pop().shutdown()
+    bench.engine.push_weights("3@5f2c9a1e")
+    bench.expect_parity()
+    if again is not None:
+        servers.append(HttpServerEngineAdapter(server_args=again))
+    dist.barrier()
+    bench.engine.push_weights("4@5f2c9a1e")
+    assert served() == ["4@5f2c9a1e"] * 2
+    bench.expect_parity()
+    assert bench.engine.weights_checker("checksum"), "the server that was started again was healed"
+    if servers:
+        servers.pop().shutdown()
+    bench.expect_error(
+        WeightUpdateError, "lacks 19 of 21", lambda: bench.engine.update_weights_from_tensor(shards()[:2])
+    )
+
+
 def run_replicas(bench: Bench) -> None:
     """(dp 2, tp 2) has two servers. Each first takes the weights of its own ranks, then both those of all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -487,6 +551,8 @@ if __name__ == "__main__":
     bench = Bench(sys.argv[2], Path(sys.argv[3]))
     if sys.argv[1] == "replicas":
         run_replicas(bench)
+    elif sys.argv[1] == "router":
+        run_router(bench)
     else:
         run_scenario(bench, sys.argv[1])
     if sys.argv[1] == "server":

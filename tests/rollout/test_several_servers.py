@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,15 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.fake_router import FakeRouter
 from tests.engine.restartable_server import PARAMETERS, Server
+from tests.fake_engine import FakeEngine
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, says
 from tests.rollout.test_agent_loop import episode
 from verl_server import HttpServerEngineAdapter
-from verl_server.errors import BadRequestError
+from verl_server.engine.http import RoutedEngine
+from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.rollout.agent_loop import AgentLoop
+from verl_server.rollout.engine_pool import EnginePool
 from verl_server.rollout.environment import StepResult
 from verl_server.rollout.episode import Limits
-from verl_server.rollout.trajectory import StopReason, Task
+from verl_server.rollout.trajectory import Fault, StopReason, Task, Trajectory
 
 TASKS = [Task(seed=i) for i in range(6)]
 LIMITS = Limits(max_new_tokens=4, restart_timeout=30.0)
@@ -131,3 +136,88 @@ def test_lock_step_takes_one_engine(servers: list[Server]) -> None:
         pytest.raises(BadRequestError, match="this loop has 2: use `run`"),
     ):
         loop.run_lockstep(TASKS)
+
+
+def test_each_request_states_the_version_and_its_session(servers: list[Server]) -> None:
+    """The server enforces the version. A router reads both from headers, however large the body is."""
+    push(servers[0], "2@5f2c9a1e")
+    router = FakeRouter(lambda: [servers[0].url])
+    try:
+        with AgentLoop(router.url, lambda: Acting(lambda: None), WordRenderer(), limits=LIMITS) as loop:
+            for version in ("2@5f2c9a1e", ">=1@5f2c9a1e", None):
+                running = loop.start(TASKS[:1], version=version)
+                assert running.wait(60)
+                assert running.result().trajectories[0].stop_reason is StopReason.DONE
+    finally:
+        router.stop()
+    sent = [(headers, body) for _, path, headers, body in router.requests if path == "/generate"]
+    demands = [
+        {name: headers.get(f"x-verl-{name.lower()}-weight-version") for name in ("Min", "Exact")} for headers, _ in sent
+    ]
+    exact, least = {"Min": None, "Exact": "2@5f2c9a1e"}, {"Min": "1@5f2c9a1e", "Exact": None}
+    assert demands == [exact] * 2 + [least] * 2 + [{"Min": None, "Exact": None}] * 2
+    for headers, body in sent:
+        assert headers["x-smg-routing-key"] == json.loads(body)["session_id"]
+    bodies = [json.loads(body) for _, body in sent]
+    assert [body.get("exact_weight_version") for body in bodies] == ["2@5f2c9a1e"] * 2 + [None] * 4
+    assert [body.get("min_weight_version") for body in bodies] == [None] * 2 + ["1@5f2c9a1e"] * 2 + [None] * 2
+
+
+def test_an_engine_that_names_no_run_gets_no_demand() -> None:
+    """It runs in this process, or its server is of another project, which would not know the field."""
+    requests: list[dict[str, Any]] = []
+
+    class Other(FakeEngine):
+        async def async_generate(self, *_: Any, **request: Any) -> Any:  # type: ignore[override]
+            requests.append(request)
+            return {}
+
+    async def generate() -> None:
+        async with EnginePool([Other()], 1.0, "1@5f2c9a1e") as pool:
+            await pool.async_generate(input_ids=[1], session_id="a")
+
+    asyncio.run(generate())
+    assert requests == [{"return_logprob": False, "session_id": "a", "timeout": None}]
+
+
+def part(loop: AgentLoop, version: str) -> list[Trajectory]:
+    """Play one task as a part of a rollout, which does not raise if all generations fail."""
+    play = loop.arun(TASKS[:1], version=version, slots=asyncio.Semaphore(1))
+    return asyncio.run(asyncio.wait_for(play, 60)).trajectories
+
+
+def test_a_version_that_was_superseded_ends_the_episode(servers: list[Server]) -> None:
+    """It will not come back, so nobody waits for it. The end is the infrastructure's fault, not the policy's."""
+    push(servers[0], "1@5f2c9a1e")
+    act = once(lambda: push(servers[0], "2@5f2c9a1e"))
+    with AgentLoop(servers[0].url, lambda: Acting(act), WordRenderer(), limits=LIMITS) as loop:
+        (trajectory,) = part(loop, "1@5f2c9a1e")
+    assert trajectory.stop_reason is StopReason.GENERATION_ERROR and trajectory.fault is Fault.INFRASTRUCTURE
+    assert "VersionSupersededError" in str(trajectory.error)
+
+
+@pytest.mark.parametrize("state", ["healthy", "stale"])
+def test_a_router_that_refuses_is_lost_only_without_a_healthy_server(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """A full queue of a healthy server ends the generation, as without a router. Otherwise a server is waited for."""
+    monkeypatch.setattr("verl_server.engine.routed._REPORT_SECONDS", 0.0)
+    push(servers[0], "1@5f2c9a1e")
+    router = FakeRouter(lambda: [servers[0].url])
+    generate = RoutedEngine._async_generate
+    states: list[Any] = []
+
+    async def refuse_once(self: RoutedEngine, body: dict[str, Any], timeout: float | None) -> Any:
+        if not states:
+            states.append(router.states.setdefault(servers[0].url, state))
+            threading.Timer(0.3, lambda: router.states.update({servers[0].url: "healthy"})).start()
+            raise ServerUnavailableError("The queue is full.")
+        return await generate(self, body, timeout)
+
+    monkeypatch.setattr(RoutedEngine, "_async_generate", refuse_once)
+    try:
+        with AgentLoop(router.url, lambda: Acting(lambda: None), WordRenderer(), limits=LIMITS) as loop:
+            (trajectory,) = part(loop, "1@5f2c9a1e")
+    finally:
+        router.stop()
+    assert trajectory.stop_reason is (StopReason.GENERATION_ERROR if state == "healthy" else StopReason.DONE)

@@ -16,9 +16,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.engine.router_process import RouterProcess
 from tests.torchrun import run_ranks
 from tests.train.healing_ranks import CONFIG, Game
+from tests.waiting import eventually
 from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.router_client import RouterClient
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.ipc.child_process import ChildProcess
 from verl_server.models.tiny import make_model_folder
@@ -137,7 +140,10 @@ def _small_server(folder: Path, port: int) -> ChildProcess:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_rank")
-def test_a_run_on_three_servers_goes_on_when_one_is_killed(policy_folder: Path, three: list[ChildProcess]) -> None:
+@pytest.mark.parametrize("is_routed", [False, True], ids=["direct", "routed"])
+def test_a_run_on_three_servers_goes_on_when_one_is_killed(
+    policy_folder: Path, three: list[ChildProcess], tmp_path: Path, is_routed: bool
+) -> None:
     """The second server is killed in step 1, and started again on its port before step 3, whose push heals it."""
     urls = [server.wait_ready(120)["url"] for server in three]
     killed: list[int] = []
@@ -153,9 +159,13 @@ def test_a_run_on_three_servers_goes_on_when_one_is_killed(policy_folder: Path, 
     ranks = all_ranks()
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(attach_engine(url)) for url in urls]
-        limits = Limits(max_turns=3, max_new_tokens=1)
-        loop = stack.enter_context(AgentLoop(urls, lambda: Game(kill), renderer, limits=limits))
-        run = GRPO(trainer, RolloutServers(engines, ranks), loop, ranks)
+        limits, places, client = Limits(max_turns=3, max_new_tokens=1), urls, None
+        if is_routed:
+            router = stack.enter_context(RouterProcess(urls, tmp_path))
+            assert eventually(lambda: router.is_healthy(3)), router.report()
+            places, client = [router.url], RouterClient.at(router.url)
+        loop = stack.enter_context(AgentLoop(places, lambda: Game(kill), renderer, limits=limits))
+        run = GRPO(trainer, RolloutServers(engines, ranks, router=client), loop, ranks)
         run.push()
         steps = [run.step() for _ in range(2)]
         three[1].terminate()

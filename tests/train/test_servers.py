@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.engine.fake_router import FakeRouter
 from tests.engine.restartable_server import PARAMETERS, Server
 from verl_server.engine import restarts as restarts_module
 from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.router_client import RouterClient
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError, ServerDiedError, ServerLaunchError, UpdateConflictError
 from verl_server.train import servers as servers_module
@@ -135,6 +137,29 @@ def test_a_server_that_dies_before_it_is_healed_is_not_waited_for(
     monkeypatch.setattr(restarts_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     servers.push(weights, "1@5f2c9a1e")
     assert version(pair[0]) == "1@5f2c9a1e"
+
+
+def test_a_router_is_told_of_each_push_and_waited_for(
+    pair: list[Server], engines: list[VerlEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "_PROBE_SECONDS", 0.05)
+    router = FakeRouter(lambda: [server.url for server in pair])
+    try:
+        servers = RolloutServers(engines, all_ranks(), restart_timeout=30, router=RouterClient.at(router.url))
+        servers.push(weights, "1@5f2c9a1e")
+        assert router.committed == ["1@5f2c9a1e"]
+        servers.ensure(weights)
+        router.stop()
+        back = threading.Timer(0.2, router.start)
+        back.start()
+        servers.ensure(weights)
+        back.join()
+        router.states |= {server.url: "stale" for server in pair}
+        servers._restart_timeout = 0.2
+        with pytest.raises(ServerDiedError, match=r"let no episode play for 0\.2 s \(--restart-timeout\).* is stale"):
+            servers.ensure(weights)
+    finally:
+        router.stop()
 
 
 @pytest.mark.parametrize(("has_pushed", "why"), [(False, "ended before the first push"), (True, "--max-relaunches")])

@@ -31,6 +31,7 @@ from verl_server.rollout.environment import EnvTimeouts
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.environments.named import has_reward, is_named, is_url
 from verl_server.rollout.faults import FaultRules
+from verl_server.rollout.server_check import routed_servers
 from verl_server.sampling_params import SamplingParams
 from verl_server.watch.agents_report import write_run_report
 from verl_server.web.key_files import read_key_file
@@ -75,6 +76,9 @@ class AgentRolloutArgs:
     server: Repeated = ()
     """URL of a running server. May be repeated. The servers' key is VERL_SERVER_API_KEY of the environment, or in
     `--api-key-file`."""
+    router: str | None = None
+    """URL of a router (`verl-server router`), through which the episodes play. If --server is named, too, it must name
+    the router's servers."""
     api_key_file: Path | None = None
     """File with the API key or admin key of the server."""
     model_path: str | None = None
@@ -214,13 +218,15 @@ def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFact
 
 def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
     """Return the running servers, or None if one is launched."""
-    if not args.server:
+    if not args.server and args.router is None:
         return None
     if args.api_key_file is not None:
         key = read_key_file(args.api_key_file, "--api-key-file")
     if not key:
         raise BadRequestError("The servers' key is missing: set VERL_SERVER_API_KEY, or name --api-key-file.")
-    return [Server(url, key) for url in args.server]
+    if args.router is not None:
+        routed_servers(args.router, args.server)
+    return [Server(url, key) for url in (args.server if args.router is None else (args.router,))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

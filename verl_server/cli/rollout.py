@@ -27,7 +27,7 @@ from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
-from verl_server.rollout.server_check import attach_server
+from verl_server.rollout.server_check import attach_server, routed_servers
 from verl_server.rollout.trajectory import Task, summarize
 from verl_server.sampling_params import SamplingParams
 from verl_server.watch.trajectory_file import TrajectoryFile
@@ -48,6 +48,9 @@ class RolloutArgs:
     them, and those of a server that dies continue on the others."""
     environment: str
     """URL of an environment server (OpenEnv's protocol)."""
+    router: str | None = None
+    """URL of a router (`verl-server router`), through which the episodes play. If --server is named, too, it must name
+    the router's servers."""
     groups: int = 16
     """Number of groups. The episodes of a group have the same environment seed."""
     group_size: int = 1
@@ -93,8 +96,8 @@ class RolloutArgs:
     """File with the API key or admin key of the server."""
 
     def __post_init__(self) -> None:
-        if not self.server or len(set(self.server)) < len(self.server):
-            raise BadRequestError("Name at least one --server, and each only once.")
+        if (not self.server and self.router is None) or len(set(self.server)) < len(self.server):
+            raise BadRequestError("Name at least one --server, and each only once, or a --router.")
         for name in ("groups", "group_size", "max_concurrency"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -105,6 +108,7 @@ class RolloutArgs:
 _TIME = "a bound of time ends an episode, and changes no other one"
 MAY_DIFFER = {
     "server": "the same model may be served at another address, and `model` is compared",
+    "router": "it is an address, too",
     "groups": "further groups have further seeds",
     "max_concurrency": "it changes the pace only",
     "limits.generate_timeout": _TIME,
@@ -121,6 +125,7 @@ def run_settings(args: RolloutArgs) -> dict[str, Any]:
     """Return the settings that a run stores."""
     settings = settings_of("rollout", args, without=("out", "resume", "api_key", "api_key_file"))
     settings |= {"server": [without_host(url) for url in args.server], "environment": without_host(args.environment)}
+    settings["router"] = None if args.router is None else without_host(args.router)
     settings["tokenizer"] = None if args.tokenizer is None else location(args.tokenizer)
     return settings
 
@@ -140,7 +145,11 @@ def rollout(args: RolloutArgs) -> int:
 
 def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(attach_server(url, _api_key(args))) for url in args.server]
+        option, urls = "--server", args.server
+        if args.router is not None:
+            routed_servers(args.router, args.server)
+            option, urls = "--router", (args.router,)
+        engines = [stack.enter_context(attach_server(url, _api_key(args), option=option)) for url in urls]
         return _play(args, file, engines)
 
 

@@ -19,8 +19,10 @@ from verl_server.engine.attached.identify import identify
 from verl_server.engine.attached.server import AttachedServer, GenerateTransport
 from verl_server.engine.base import Result
 from verl_server.engine.http_answers import control_reply, raise_for
-from verl_server.engine.http_transport import CLOSE_SESSION, INFO_TIMEOUT, HttpTransport
+from verl_server.engine.http_transport import CLOSE_SESSION, CLOSE_TIMEOUT, INFO_TIMEOUT, HttpTransport
 from verl_server.engine.restarts import RestartableServer, terminate_server
+from verl_server.engine.routed import RoutedCalls
+from verl_server.engine.router_client import FLEET_HEADER, FLEET_PATH
 from verl_server.engine.server_address import server_address
 from verl_server.engine.server_instance import ServerInstance
 from verl_server.errors import (
@@ -54,8 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT = 5.0
-"""Seconds that a shutdown waits until the server has closed this process's memory."""
 _CONTROL_GRACE = 30.0
 """Seconds that are added to the server's own time limit, so that the server's more precise error arrives first."""
 
@@ -99,12 +99,19 @@ class HttpServerEngineAdapter(RestartableServer):
 
         A genuine SGLang or vLLM server is recognized. Generation, pauses and weight updates then use the wire of that
         server. A call that this wire cannot express raises BadRequestError; docs/engines.md lists these calls.
+
+        So is a router (`verl-server router`): the engine is then a `RoutedEngine`. `api_key` is a key of the router,
+        and `admin_api_key` one of its servers, to which weights are pushed directly.
         """
         url = server_address(url)
         adapter = cls.__new__(cls)
         adapter._finalizer = weakref.finalize(adapter, terminate_server, None)
         adapter._connect(url, api_key, admin_api_key, None)
-        adapter._attached = identify(adapter._transport, url)
+        first = adapter._transport.probe(FLEET_PATH)
+        if first.headers.get(FLEET_HEADER) is not None:
+            adapter.shutdown()
+            return RoutedEngine.over_router(url, api_key, admin_api_key)
+        adapter._attached = identify(adapter._transport, url, first)
         if adapter._attached is not None:
             adapter._generation = adapter._attached.generation
             info = adapter.get_server_info()
@@ -116,11 +123,15 @@ class HttpServerEngineAdapter(RestartableServer):
                 logger.warning(
                     "The server at %s sends no instance id. The adapter cannot detect a restart of this server.", url
                 )
-        fields |= {"api_key": api_key, "admin_api_key": admin_api_key, "allow_unauthenticated": True}
-        adapter.server_args = ServerArgs(**fields)
-        # Servers of other projects do not report it.
-        adapter.scheduler_info = info.get("scheduler_info") or cast(SchedulerInfo, {})
+        adapter._know(info, fields, api_key)
         return adapter
+
+    def _know(self, info: ServerInfo, fields: dict[str, Any], api_key: str | None) -> None:
+        """Take the settings `fields` of a running server, with the keys of this adapter."""
+        keys = {"api_key": api_key, "admin_api_key": self.admin_api_key, "allow_unauthenticated": True}
+        self.server_args = ServerArgs(**(fields | keys))
+        # Servers of other projects do not report it.
+        self.scheduler_info = info.get("scheduler_info") or cast(SchedulerInfo, {})
 
     def _connect(self, url: str, api_key: str | None, admin_api_key: str | None, child: ChildProcess | None) -> None:
         super().__init__()
@@ -283,7 +294,27 @@ class HttpServerEngineAdapter(RestartableServer):
             req = UnregisterWeightsReq(registrations=registrations)
             # If the server does not answer, it closes the memory when it notices the end of this process.
             with contextlib.suppress(VerlServerError):
-                self._transport.post(req.route, msgspec.to_builtins(req), _CLOSE_TIMEOUT)
+                self._transport.post(req.route, msgspec.to_builtins(req), CLOSE_TIMEOUT)
+
+
+class RoutedEngine(RoutedCalls, HttpServerEngineAdapter):
+    """An engine over a router: it generates through the router, and pushes to each server directly (`RoutedCalls`).
+
+    `HttpServerEngineAdapter.attach(URL of the router)` returns one. For the router's clients a server that is started
+    again changes nothing, so calls raise no ServerRestartedError.
+    """
+
+    @classmethod
+    def over_router(cls, url: str, api_key: str | None, admin_api_key: str | None) -> RoutedEngine:
+        """Return an engine for the router at `url`; see `attach`."""
+        engine = cls.__new__(cls)
+        engine._finalizer = weakref.finalize(engine, terminate_server, None)
+        engine._connect(url, api_key, admin_api_key, None)
+        key = api_key if admin_api_key is None else None
+        engine._route(lambda server: HttpServerEngineAdapter.attach(server, key, admin_api_key))
+        info = engine._info_of_a_server()
+        engine._know(info, _known_settings(info), api_key)
+        return engine
 
 
 def _known_settings(info: ServerInfo) -> dict[str, Any]:

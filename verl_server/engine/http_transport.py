@@ -43,12 +43,16 @@ from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.messages.columns import MSGPACK, unpack
 from verl_server.messages.io_struct import INSTANCE_HEADER
 from verl_server.messages.results import GenerateResult, ServerInfo
-from verl_server.version_demand import EXACT_FIELD, MIN_FIELD
+from verl_server.version_demand import EXACT_FIELD, EXACT_HEADER, MIN_FIELD, MIN_HEADER
 
 _GENERATE = "/generate"
 CLOSE_SESSION = "/close_session"
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+"""Header with the session of a request. Routers, SGLang's too, keep the requests of one session on one server."""
 INFO_TIMEOUT = 30.0
 """Seconds to wait for the answer to a short request: information or an abort."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds that a shutdown waits until the server has closed this process's memory."""
 _EXIT_WAIT = 5.0
 """Seconds to wait, after a connection broke, until the exit status of the launched server is known."""
 _EXIT_POLL = 0.02
@@ -149,7 +153,10 @@ class HttpTransport:
                         f"{name} needs a verl-server: the server at {self._url} would ignore the demand. Leave the "
                         "option unset."
                     )
-        content, headers = json_request(body) if self._instance.id is None else generate_content(body)
+            content, headers = json_request(body)
+        else:
+            content, headers = generate_content(body)
+            headers = headers | _routing_headers(body)
         return content, headers | {"Accept": MSGPACK}
 
     def use_child(self, child: ChildProcess) -> None:
@@ -308,6 +315,17 @@ class HttpTransport:
         assert self._child is not None
         pid, log = self._child.pid, self._child.log_tail()
         return f"The server at {self._url} (process {pid}) ended with {describe_exit(code)}.{log}"
+
+
+def _routing_headers(body: dict[str, Any]) -> dict[str, str]:
+    """Return what a router places a request by as headers, so that it need not read a large body."""
+    fields = {ROUTING_KEY_HEADER: body.get("session_id")}
+    fields |= {MIN_HEADER: body.get(MIN_FIELD), EXACT_HEADER: body.get(EXACT_FIELD)}
+    return {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, str) and value.isascii() and value.isprintable()
+    }
 
 
 def _is_timeout(error: Exception) -> bool:

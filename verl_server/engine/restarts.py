@@ -48,7 +48,7 @@ NOTHING_TO_HEAL = (
     "heal() does not know what to push: no weights are registered, and the newest update was not from disk. Pass the "
     "weights, heal(model.named_parameters()), or call accept_restart() to use the weights that the server serves."
 )
-_RESTART_POLL = 0.5
+RESTART_POLL = 0.5
 """Seconds between two requests to a server that is being started again."""
 
 
@@ -105,7 +105,11 @@ class RestartableServer(EngineBase):
         Engines that wait in `async_wait_until_healed` (`AgentLoop`) then continue, too. If an engine has healed the
         server, the call needs no admin key.
         """
-        instance, info = self._wait_for_server()
+        self._accept()
+
+    def _accept(self, timeout: float | None = None) -> None:
+        """Run `accept_restart`. If the server is still starting, wait for it, at most `timeout` seconds."""
+        instance, info = self._wait_for_server(timeout)
         if not info["weights_confirmed"]:
             self._confirm(instance)
         self._use_run(instance, info["weight_version"])
@@ -205,7 +209,7 @@ class RestartableServer(EngineBase):
                     f"The server at {self.url} was started again and was not healed within {timeout:g} s ({state}). "
                     "The engine that pushes must call heal() or accept_restart()."
                 )
-            await asyncio.sleep(_RESTART_POLL)
+            await asyncio.sleep(RESTART_POLL)
 
     def send_healing(
         self, push: Push, version: AnyVersion | None, options: PushOptions, timeout: float | None
@@ -240,6 +244,14 @@ class RestartableServer(EngineBase):
         self._use_run(instance, self._instance.weight_version)
         return result
 
+    def _serves_confirmed(self, version: str) -> bool:
+        """Return True if the server's weights are confirmed and have this label. Its current run is then accepted."""
+        instance, info = self._transport.info_of_any_run()
+        if not (info["weights_confirmed"] and info["weight_version"] == version):
+            return False
+        self._use_run(instance, version)
+        return True
+
     def _confirm(self, instance: str | None) -> None:
         with self._instance.addressing(instance):
             raise_for(self._transport.post(AcceptRestartReq.route, {}, INFO_TIMEOUT))
@@ -268,7 +280,7 @@ class RestartableServer(EngineBase):
                 self._raise_if_gone(error)
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(_RESTART_POLL)
+            time.sleep(RESTART_POLL)
 
     def _raise_if_gone(self, error: VerlServerError) -> None:
         """Raise `error` if the adapter is shut down, or if the server that it launched has ended."""

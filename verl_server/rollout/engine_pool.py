@@ -19,16 +19,19 @@ from types import TracebackType
 from typing import Any
 
 from verl_server.engine.base import EngineBase
-from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.http import HttpServerEngineAdapter, RoutedEngine
 from verl_server.errors import (
     BadRequestError,
     ServerDiedError,
     ServerRestartedError,
     ServerStoppingError,
+    ServerUnavailableError,
     SessionError,
     VerlServerError,
+    VersionBehindError,
 )
 from verl_server.files.run_output import location
+from verl_server.version_demand import demand_fields
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +69,8 @@ class EnginePool:
     def __init__(self, engines: Sequence[EngineBase], restart_timeout: float, version: str | None = None) -> None:
         """`restart_timeout`: seconds for which an episode waits for an engine when all of them are lost.
 
-        With `version`, only servers whose weights have this version get episodes. It is a trainer's, who brings lost
-        servers back and decides when to give up.
+        With `version`, a label or `at_least` a version, every request demands it, so that a server refuses a request
+        until it has these weights. It is a trainer's, who brings lost servers back and decides when to give up.
         """
         self._version = version
         self._members = [_Member(engine) for engine in engines]
@@ -88,14 +91,16 @@ class EnginePool:
     ) -> Any:
         """Generate as `EngineBase.async_generate` does. If the server is lost, call another one, or wait for one.
 
-        Raise ServerRestartedError if no engine is back `restart_timeout` seconds after the first failure. Raise at once
-        if none can come back, because they were launched here and have ended, or run in this process. A list of session
-        ids is one batch, which the first engine generates.
+        A server that does not have the version yet is lost, too. Raise ServerRestartedError if no engine is back
+        `restart_timeout` seconds after the first failure. Raise at once if none can come back, because they were
+        launched here and have ended, or run in this process, and VersionSupersededError if the version will not come
+        back. A list of session ids is one batch, which the first engine generates.
         """
         deadline = None
         while True:
             member = self._member_of(session_id)
             knew = member.run
+            demand: dict[str, Any] = {} if knew is None else dict(demand_fields(self._version))
             try:
                 return await member.engine.async_generate(
                     prompt,
@@ -104,8 +109,11 @@ class EnginePool:
                     return_logprob=return_logprob,
                     session_id=session_id,
                     timeout=timeout,
+                    **demand,
                 )
-            except (ServerRestartedError, ServerDiedError, ServerStoppingError) as error:
+            except (ServerRestartedError, ServerDiedError, ServerUnavailableError, VersionBehindError) as error:
+                if not await self._is_lost(member, error):
+                    raise
                 self._lost(member, knew, error)
                 deadline = deadline or time.monotonic() + self._restart_timeout
                 await self._until_one_is_back(deadline, error)
@@ -135,17 +143,7 @@ class EnginePool:
             logger.debug("The server did not note the end of session %s: %r", session_id, error)
 
     async def __aenter__(self) -> EnginePool:
-        """Leave out the servers that do not have the version."""
-        if self._version is not None:
-            servers = [member for member in self._members if member.run is not None]
-            for member, reason in zip(servers, await asyncio.gather(*map(self._unfit, servers)), strict=True):
-                if reason is not None:
-                    self._lost(member, member.run, ServerRestartedError(reason))
         return self
-
-    async def _unfit(self, member: _Member) -> str | None:
-        assert isinstance(member.engine, HttpServerEngineAdapter)
-        return await asyncio.to_thread(member.engine.lost, self._version)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
@@ -174,6 +172,14 @@ class EnginePool:
             member.open += 1
             self._sessions[session_id] = member
         return member
+
+    async def _is_lost(self, member: _Member, error: VerlServerError) -> bool:
+        """Return True if the engine cannot generate until somebody acts. A server that is busy is not lost."""
+        if not isinstance(error, ServerUnavailableError) or isinstance(error, ServerStoppingError):
+            return True
+        if not isinstance(member.engine, RoutedEngine):
+            return False
+        return await asyncio.to_thread(member.engine.lost, self._version) is not None
 
     def _lost(self, member: _Member, knew: str | None, error: VerlServerError) -> None:
         """Give the engine no session until it is back. Do nothing if it is back already, as another run."""

@@ -450,7 +450,7 @@ def open_synchronous(args: TrainArgs, parts: RunParts, trainer: PolicyTrainer) -
     journal = GroupJournal(args.out, ranks.rank, ranks.size, parts.files.note, records_turns=turns)
     with (
         contextlib.closing(journal),
-        open_player(args, parts.servers.urls, parts.keys, parts.prepared) as player,
+        open_player(args, parts.urls, parts.keys, parts.prepared) as player,
     ):
         parties = trainer, parts.servers, player, parts.ranks, parts.stop, parts.advisor, parts.incarnation
         yield GRPO(*parties, journal, draw_of(args))

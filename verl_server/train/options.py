@@ -248,12 +248,15 @@ class TrainArgs:
     server_urls: Annotated[tuple[str, ...], tyro.conf.arg(name="server"), tyro.conf.UseAppendAction] = ()
     """URL of a running rollout server of the same model on this host. Name several servers by repeating the option: the
     episodes spread over them, and each push reaches all of them. By default a server is launched."""
+    router: str | None = None
+    """URL of a router (`verl-server router`), through which the episodes play. Weights are pushed to its servers
+    directly, so they run on this host. If --server is named, too, it must name the router's servers."""
     max_relaunches: int = MAX_RELAUNCHES
     """The launched server is launched again when it ends, at most this many times between two pushes. Servers at
     --server are waited for, at most --restart-timeout seconds if none is left."""
     server: ServerArgs = field(default_factory=lambda: ServerArgs(model_path=""))
     """Settings of the launched server. Model, device, dtype, port and weight version follow from the run unless they
-    are set. With --server, only the API keys may be set."""
+    are set. With --server or --router, only the API keys may be set."""
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
 
     def __post_init__(self) -> None:
@@ -297,12 +300,10 @@ class TrainArgs:
         self._check_mixture()
         self._check_agent()
         given = set(self.server_settings) - {"api_key", "admin_api_key"}
-        if self.server_urls and given:
+        if self.attaches and given:
             flags = ", ".join(f"--server.{name.replace('_', '-')}" for name in sorted(given))
-            raise BadRequestError(
-                f"The server at --server {self.server_urls[0]} is running already and has its own settings: remove "
-                f"{flags}."
-            )
+            where = f"--server {self.server_urls[0]}" if self.server_urls else f"--router {self.router}"
+            raise BadRequestError(f"The server at {where} is running already and has its own settings: remove {flags}.")
 
     def _check_mixture(self) -> None:
         if self.mixture is None:
@@ -352,10 +353,15 @@ class TrainArgs:
             )
         if self.limits.straggler_timeout is not None:
             raise BadRequestError("--straggler-timeout is not implemented for --agent: use --trajectory-timeout.")
-        if self.server_urls and not (self.server.api_key or self.server.admin_api_key):
+        if self.attaches and not (self.server.api_key or self.server.admin_api_key):
             raise BadRequestError(
-                "--agent needs an owner's key of the server at --server: name its file with --server.api-key-file."
+                "--agent needs an owner's key of a running server: name its file with --server.api-key-file."
             )
+
+    @property
+    def attaches(self) -> bool:
+        """True if the run uses servers that run already, and launches none."""
+        return bool(self.server_urls) or self.router is not None
 
     @property
     def judged_mixture(self) -> Mixture | None:

@@ -22,6 +22,7 @@ obeyed at the next rollout, which it interrupts. A second signal ends the proces
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import secrets
@@ -43,13 +44,14 @@ import torch.distributed as dist
 from verl_server import lora
 from verl_server._version import __version__
 from verl_server.engine.rank_group import RankGroup
+from verl_server.engine.router_client import RouterClient
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import UnansweredError, VerlServerError
 from verl_server.files.command_options import parse_options
 from verl_server.files.model_folder import config_folder, load_tokenizer
 from verl_server.files.run_output import settings_of
 from verl_server.rollout.agent_loop import Rollout
-from verl_server.rollout.server_check import check_server
+from verl_server.rollout.server_check import check_server, routed_servers
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.checkpoint_writer import CheckpointWriter, SavedRun
 from verl_server.train.checkpoints import check_fits
@@ -147,8 +149,10 @@ class RunParts:
     policy: Policy
     device: torch.device
     servers: RolloutServers
+    urls: list[str]
+    """URLs at which episodes are played: of the servers, or of their router."""
     keys: list[str | None]
-    """API key of each server, with which episodes are played."""
+    """API key for each of `urls`."""
     prepared: Prepared
     """What `players.open_player` needs beside the servers."""
     files: RunWriter
@@ -177,6 +181,10 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
     dtype = check_dtype_options(args)
     device = setup_ranks(args.device, args.rank_timeout)
     ranks = all_ranks(args.rank_timeout)
+    if args.router is not None:
+        router, given = args.router, args.server_urls
+        urls = ranks.call("routed_servers", lambda _: list(routed_servers(router, given)))
+        args = dataclasses.replace(args, server_urls=tuple(urls))
     incarnation = ranks.call("incarnation", lambda _: new_incarnation())
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         logging.getLogger("verl_server.train").setLevel(logging.ERROR)
@@ -206,7 +214,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
         beside, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
         with (
             RunEnd(stop, final, device) as end,
-            _serving(args, device, dtype, ranks) as (engines, keys),
+            _serving(args, device, dtype, ranks) as (engines, urls, keys),
             contextlib.ExitStack() as stack,
         ):
             # With two dtypes, the bounds are those of the coarsest one.
@@ -221,9 +229,10 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 stop=stop,
                 note=files.note,
                 mode=args.update_mode(),
+                router=_router_of(args, stack),
             )
             parts = RunParts(
-                policy, device, servers, keys, prepared, files, ranks, stop, advisor, incarnation, reference
+                policy, device, servers, urls, keys, prepared, files, ranks, stop, advisor, incarnation, reference
             )
             algorithm = stack.enter_context(make(args, parts))
             if checkpoint is not None:
@@ -233,7 +242,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             tracked = TrackedRun(str(args.out), run_settings(args), algorithm.next_step, checkpoint is not None)
             trackers = Trackers(() if ranks.rank else args.logger, tracked)
             for engine in engines:
-                files.note(ServerLaunched(url=str(engine.url), attached=bool(args.server_urls)))
+                files.note(ServerLaunched(url=str(engine.url), attached=args.attaches))
 
             writer = CheckpointWriter(
                 args.out,
@@ -289,16 +298,31 @@ def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_ste
         files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name, advises=True))
 
 
+def _router_of(args: TrainArgs, stack: contextlib.ExitStack) -> RouterClient | None:
+    """Return a client of the run's router, which ends with `stack`."""
+    if args.router is None:
+        return None
+    key = args.server.admin_api_key or args.server.api_key
+    return stack.enter_context(contextlib.closing(RouterClient.at(args.router, key)))
+
+
+def _keys_of_servers(args: TrainArgs) -> tuple[str | None, str | None]:
+    """Return (API key, admin key) for running servers. Behind a router, the API key may be the router's own."""
+    api_key, admin_key = args.server.api_key, args.server.admin_api_key
+    return (None if args.router is not None and admin_key is not None else api_key), admin_key
+
+
 def _check_servers(args: TrainArgs) -> None:
+    option = "--server" if args.router is None else f"--router {args.router}, server"
     for url in args.server_urls:
-        check_server(url, args.server.api_key, args.server.admin_api_key)
+        check_server(url, *_keys_of_servers(args), option=option)
 
 
 @contextlib.contextmanager
 def _serving(
     args: TrainArgs, device: torch.device, dtype: torch.dtype, ranks: RankGroup
-) -> Iterator[tuple[list[VerlEngine], list[str | None]]]:
-    """Launch a rollout server, or attach to those that run, and yield (engines, API key of each for its episodes).
+) -> Iterator[tuple[list[VerlEngine], list[str], list[str | None]]]:
+    """Launch a rollout server, or attach to those that run. Yield (engines, URLs for episodes, API key for each URL).
 
     The servers compute in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
     because its routes would else be open to the agent, and it stores the agent's sessions, which a server that is
@@ -306,9 +330,8 @@ def _serving(
     """
     settings = args.server_settings
     with contextlib.ExitStack() as stack:
-        if args.server_urls:
-            keys = settings.get("api_key"), settings.get("admin_api_key")
-            urls = args.server_urls
+        if args.attaches:
+            keys, urls = _keys_of_servers(args), args.server_urls
             engines = [stack.enter_context(attach_engine(url, *keys, rank_timeout=args.rank_timeout)) for url in urls]
         else:
             if args.agent is not None:
@@ -321,8 +344,9 @@ def _serving(
         for engine in engines:
             where = f"The server at {engine.url}"
             check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
+        places = [str(engine.url) for engine in engines] if args.router is None else [args.router]
         key, is_agent = settings.get("api_key"), args.agent is not None
-        yield engines, [key or (engine.admin_api_key if is_agent else None) for engine in engines]
+        yield engines, places, [key or (e.admin_api_key if is_agent else None) for e in engines[: len(places)]]
 
 
 def _empty_store(out: Path) -> str:

@@ -73,6 +73,7 @@ MAY_DIFFER = {
     "replacements": "it bounds how often the infrastructure may fail",
     "server_url": "the server may be another one",
     "server_urls": "the servers may be others",
+    "router": "the router may be another one",
 } | {
     f"server.{field.name}": _SERVER
     for field in dataclasses.fields(ServerArgs)
@@ -106,6 +107,7 @@ def run_settings(args: TrainArgs) -> dict[str, Any]:
     settings["env_url"] = None if args.env_url is None else without_host(args.env_url)
     settings.pop("mixture.environments", None)
     settings["mixture"] = None if args.mixture is None else args.mixture.compared(without_host)
+    settings["router"] = None if args.router is None else without_host(args.router)
     settings["server_urls"] = [without_host(url) for url in args.server_urls]
     is_file = args.tasks is not None and not is_named(args.tasks)
     digest = hashlib.blake2b(read_bytes(Path(args.tasks or "")), digest_size=16).hexdigest() if is_file else None

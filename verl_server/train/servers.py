@@ -19,6 +19,7 @@ import torch
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
+from verl_server.engine.router_client import RouterClient
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import (
     BadRequestError,
@@ -59,10 +60,12 @@ class RolloutServers:
         stop: StopRequest | None = None,
         note: Callable[[RunEvent], None] = lambda event: None,
         mode: UpdateMode = "wait",
+        router: RouterClient | None = None,
     ) -> None:
         """`restart_timeout`: seconds to wait for a server when none is left. `stop` interrupts this wait.
 
         `note` takes the events of servers and pushes. `mode` is the treatment of requests that run during a push.
+        `router` is the router through which the episodes play, if there is one. Rank 0 tells it of each push.
         """
         if not engines:
             raise BadRequestError("RolloutServers needs at least one engine.")
@@ -78,6 +81,7 @@ class RolloutServers:
         self._stop = stop or StopRequest()
         self._note = note
         self._mode = mode
+        self._router = router
 
     @property
     def adapters(self) -> list[HttpServerEngineAdapter]:
@@ -115,13 +119,14 @@ class RolloutServers:
         with self._noted(version):
             self._away = [engine for engine in self.engines if not self._done(engine, update)]
             self._bring_back(named_weights)
+        self._commit()
         self._relaunches_left, self._has_pushed = self._max_relaunches, True
 
     def ensure(self, named_weights: NamedWeights) -> None:
         """Push the newest weights again into servers that were lost since. All ranks call it, with the same weights.
 
-        Return when at least one server has them. Raise errors as `push` does, and UpdateConflictError if a server has
-        weights that somebody else pushed.
+        Return when at least one server has them, and the router, if there is one, has such a server. Raise errors as
+        `push` does, and UpdateConflictError if a server has weights that somebody else pushed.
         """
         lost = self._ranks.call("RolloutServers.ensure", lambda _: self._lost())
         for engine in (self.engines[place] for place in lost):
@@ -130,6 +135,9 @@ class RolloutServers:
         self._away = [self.engines[place] for place in lost]
         if len(self._away) == len(self.engines):
             self._bring_back(named_weights)
+            self._commit()
+        if self._router is not None:
+            self._ranks.call("RolloutServers.ensure, router", lambda _: self._await_router())
 
     def are_lost(self) -> bool:
         """Return True if no server has the newest weights. Rank 0 calls it."""
@@ -220,6 +228,23 @@ class RolloutServers:
         for engine in self._away:
             self._relaunch_if_ended(engine)
         return [place for place, engine in enumerate(self._away) if _silence(engine) is None]
+
+    def _commit(self) -> None:
+        """Tell the router, on rank 0, which version the servers have been given."""
+        if self._router is not None and self._ranks.rank == 0:
+            self._router.commit(str(self._version))
+
+    def _await_router(self) -> None:
+        """Wait until the router has a server for the episodes. Raise ServerDiedError after `restart_timeout`."""
+        assert self._router is not None
+        deadline = time.monotonic() + self._restart_timeout
+        while (reason := self._router.lost(self._version)) is not None:
+            if time.monotonic() > deadline:
+                raise ServerDiedError(
+                    f"The servers have version {self._version!r}, but the router at {self._router.url} let no episode "
+                    f"play for {self._restart_timeout:g} s (--restart-timeout). {reason}"
+                )
+            self._pause()
 
     def _pause(self) -> None:
         with self._stop.interruptible():

@@ -37,7 +37,9 @@ def launched(folders: list[Path]) -> Iterator[HttpServerEngineAdapter]:
 @pytest.fixture
 def attached(launched: HttpServerEngineAdapter, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServerEngineAdapter]:
     monkeypatch.setattr(
-        http, "identify", lambda transport, url: SglangServer(transport, url, {"version": "0.5.16", "tp_size": 1})
+        http,
+        "identify",
+        lambda transport, url, first: SglangServer(transport, url, {"version": "0.5.16", "tp_size": 1}),
     )
     with HttpServerEngineAdapter.attach(launched.url or "", admin_api_key=launched.admin_api_key) as adapter:
         yield adapter

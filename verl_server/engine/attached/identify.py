@@ -17,16 +17,17 @@ from verl_server.errors import BadRequestError
 from verl_server.messages.io_struct import INSTANCE_HEADER
 
 
-def identify(transport: HttpTransport, url: str) -> AttachedServer | None:
+def identify(transport: HttpTransport, url: str, first: Answer) -> AttachedServer | None:
     """Return the server of another project at `url`, None if it is a verl-server.
 
-    Raise BadRequestError for an unknown server, and the error of `/server_info` if that refuses the key or fails.
+    `first` is an answer of the server to any request. Raise BadRequestError for an unknown server, and the error of
+    `/server_info` if that refuses the key or fails.
     """
-    answer = transport.probe("/server_info")
-    if answer.headers.get(INSTANCE_HEADER) is not None:
-        if answer.status_code == 404:
+    if first.headers.get(INSTANCE_HEADER) is not None:
+        if path_remedy(url) and transport.probe("/server_info").status_code == 404:
             raise BadRequestError(f"{url} answered 404 to GET /server_info.{path_remedy(url)}")
         return None
+    answer = transport.probe("/server_info")
     if answer.status_code in (401, 403) or answer.status_code >= 500:
         raise_for(answer)
     info = _object(answer)

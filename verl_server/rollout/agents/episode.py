@@ -22,6 +22,7 @@ from verl_server.errors import (
     SessionEndedError,
     SessionNotFoundError,
     VerlServerError,
+    WeightVersionError,
 )
 from verl_server.messages.session_types import CreatedSession, CreateSession, ForcedMode, SessionInfo, SessionLimits
 from verl_server.rollout.agents import rewards
@@ -180,7 +181,7 @@ class AgentPlayer:
                     episode.reason = StopReason.ABORTED
                     await _shielded(self._dropped(client, created.id))
                     raise
-        except (ServerDiedError, ServerUnavailableError) as error:
+        except (ServerDiedError, ServerUnavailableError, WeightVersionError) as error:
             raise End(StopReason.SESSION_LOST, str(error)) from error
 
     # -- the agent ------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class AgentPlayer:
             if referee is not None and referee.fault.done():
                 return _environment_end(referee.fault.result())
             if agent.done():
-                return await self._judged(_own_end(agent, client.url), client, run)
+                return await self._judged(_own_end(agent, client.url), client, created.id, run)
             if activity.done():
                 return activity.result()
             return End(StopReason.TIME_LIMIT, f"The agent ran for {self.limits.seconds:.3g} s (AgentLimits.seconds).")
@@ -240,12 +241,16 @@ class AgentPlayer:
         if agent.done() and not agent.cancelled():
             agent.exception()  # it was read: asyncio logs nothing
 
-    @staticmethod
-    async def _judged(end: End, client: SessionsClient, run: str | None) -> End:
-        """Return `end`, as GENERATION_ERROR if an agent failed and its server is away or no longer has run `run`."""
-        if end.reason is StopReason.AGENT_ERROR and (not await client.is_alive() or client.run != run):
+    async def _judged(self, end: End, client: SessionsClient, session_id: str, run: str | None) -> End:
+        """Return `end`, as GENERATION_ERROR if an agent failed that can generate no more.
+
+        It cannot if its server is away, has another run than `run` or another version, or has lost the session.
+        """
+        if end.reason is not StopReason.AGENT_ERROR:
+            return end
+        if not (await self.pool.serves(client) and client.run == run and await client.has(session_id)):
             end.reason = StopReason.GENERATION_ERROR
-            end.error = f"The server ended meanwhile. {end.error}"
+            end.error = f"The server ended meanwhile, or its weights were replaced. {end.error}"
         return end
 
     async def _watched(self, client: SessionsClient, session_id: str, referee: Referee | None) -> End:

@@ -11,11 +11,20 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError, VerlServerError
+import msgspec
+
+from verl_server.errors import (
+    BadRequestError,
+    ServerDiedError,
+    ServerUnavailableError,
+    VerlServerError,
+    VersionBehindError,
+)
 from verl_server.files.run_output import location
 from verl_server.messages.session_types import CreatedSession, CreateSession
 from verl_server.rollout.agents.sessions_client import SessionsClient
 from verl_server.rollout.agents.types import Server
+from verl_server.version_demand import demand_fields
 from verl_server.weight_version import satisfies
 
 logger = logging.getLogger(__name__)
@@ -28,7 +37,10 @@ class ServerPool:
     """The servers of a run. Use it on one event loop, with `async with`."""
 
     def __init__(self, servers: Sequence[Server], version: str | None = None) -> None:
-        """With `version`, sessions begin only on servers whose weights satisfy it (`weight_version.satisfies`)."""
+        """With `version`, sessions begin only on servers whose weights satisfy it (`weight_version.satisfies`).
+
+        Their requests demand it, too, so that no turn is sampled by other weights.
+        """
         if not servers:
             raise BadRequestError("servers is empty: name at least one Server(url, api_key).")
         self.clients = [SessionsClient(server.url, server.api_key) for server in servers]
@@ -81,7 +93,7 @@ class ServerPool:
     ) -> AsyncIterator[tuple[SessionsClient, CreatedSession]]:
         """Create a session on the server with the fewest sessions. Inside the block the session counts as open.
 
-        Raise ServerDiedError or ServerUnavailableError if no server creates it within `seconds`.
+        Raise ServerDiedError, ServerUnavailableError or VersionBehindError if no server creates it within `seconds`.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -91,7 +103,7 @@ class ServerPool:
                 try:
                     created = await self._created(client, request)
                     self._away.discard(client)
-                except (ServerDiedError, ServerUnavailableError):
+                except (ServerDiedError, ServerUnavailableError, VersionBehindError):
                     self._away.add(client)  # so that the next attempt goes to another server, if there is one
                     if time.monotonic() > deadline:
                         raise
@@ -106,7 +118,7 @@ class ServerPool:
 
     async def _created(self, client: SessionsClient, request: CreateSession) -> CreatedSession:
         """Create a session. Raise ServerUnavailableError if the server's weights have another version."""
-        created = await client.create(request)
+        created = await client.create(msgspec.structs.replace(request, **demand_fields(self._version)))
         if self._version is None or satisfies(created.weight_version, self._version):
             return created
         with contextlib.suppress(VerlServerError):
@@ -121,6 +133,12 @@ class ServerPool:
             await asyncio.sleep(PROBE_SECONDS)
             await self._probe()
 
+    async def serves(self, client: SessionsClient) -> bool:
+        """Return True if a server answers, with the version of this run if there is one."""
+        if not await client.is_alive():
+            return False
+        return self._version is None or satisfies(await client.weight_version(), self._version)
+
     def lost(self, client: SessionsClient) -> None:
         """Send no new session to a server until it answers again, with the version of this run if there is one."""
         self._away.add(client)
@@ -131,9 +149,7 @@ class ServerPool:
 
     async def _probe(self) -> None:
         for client in list(self._away):
-            if not await client.is_alive():
-                continue
-            if self._version is not None and not satisfies(await client.weight_version(), self._version):
+            if not await self.serves(client):
                 continue
             if client in self._unchecked:
                 try:

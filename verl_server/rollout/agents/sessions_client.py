@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from verl_server.engine.server_address import server_address
 from verl_server.errors import (
     BadRequestError,
     ServerDiedError,
+    ServerUnavailableError,
     SessionEndedError,
     SessionError,
     SessionNotFoundError,
@@ -86,6 +88,16 @@ class SessionsClient:
         """Return a session with its children and its tree of turns."""
         return await self._sent("GET", f"/sessions/{session_id}", SessionInfo)
 
+    async def has(self, session_id: str) -> bool:
+        """Return False if the server that has the session is away, or has lost it."""
+        try:
+            await self.get(session_id)
+        except (ServerDiedError, ServerUnavailableError, SessionNotFoundError):
+            return False
+        except VerlServerError:
+            pass
+        return True
+
     async def list(self, group: str | None = None) -> list[SessionInfo]:
         """Return all sessions, or those of a group."""
         found: list[SessionInfo] = []
@@ -120,13 +132,18 @@ class SessionsClient:
             return _Model()
 
     async def is_open(self) -> bool:
-        """Return True if the server generates for callers without a key."""
+        """Return True if the server generates for callers without a key.
+
+        Raise ServerDiedError if it does not say so now: it is starting, or is a router without a healthy server.
+        """
         try:
             request = self._client.build_request("POST", "/generate", json={})
             del request.headers["authorization"]
             answer = await self._client.send(request)
         except httpx.HTTPError as error:
             raise self._died(error) from None
+        if answer.status_code in (502, 503, 504):
+            raise ServerDiedError(str(self._refusal(answer)))
         return answer.status_code not in (401, 403)
 
     async def is_alive(self) -> bool:
@@ -177,7 +194,16 @@ class SessionsClient:
         kinds: dict[int, type[SessionError]] = {404: SessionNotFoundError, 410: SessionEndedError}
         if answer.status_code in kinds:
             return kinds[answer.status_code](text)
-        return error_for_status(answer.status_code, text, BadRequestError)
+        return error_for_status(answer.status_code, text, BadRequestError, _code(answer))
+
+
+def _code(answer: httpx.Response) -> object:
+    """Return the code of an error, in the shape of OpenAI's and SGLang's dialects; None if there is none."""
+    with contextlib.suppress(ValueError):
+        content = answer.json()
+        error = content.get("error") if isinstance(content, dict) else None
+        return error.get("code") if isinstance(error, dict) else None
+    return None
 
 
 def _message(answer: httpx.Response) -> str:

@@ -279,7 +279,7 @@ class _Inbox:
 @contextlib.contextmanager
 def open_rollouts(args: AsyncTrainArgs, parts: RunParts, journal: GroupJournal) -> Iterator[RolloutProcess]:
     """Yield the rollout process of a run. Rank 0 calls it when the servers are up."""
-    setup = PlayerSetup(args=encode_args(args), urls=parts.servers.urls, keys=parts.keys, incarnation=parts.incarnation)
+    setup = PlayerSetup(args=encode_args(args), urls=parts.urls, keys=parts.keys, incarnation=parts.incarnation)
     rollouts = RolloutProcess(
         setup,
         parts.files.record_line,
