@@ -107,6 +107,20 @@ def sglang_router(executable: Path, policy: str, urls: Sequence[str]) -> Iterato
 
 
 @contextlib.contextmanager
+def tcp_relay(url: str) -> Iterator[Front]:
+    """Start a relay of bytes in front of one server (`benchmarks.tcp_relay`). Yield it when the server answers."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.tcp_relay", str(port), urlsplit(url).netloc]
+
+    def is_ready(connection: http.client.HTTPConnection) -> bool:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+
+    with _process("tcp-relay", command, port, is_ready) as front:
+        yield front
+
+
+@contextlib.contextmanager
 def _process(
     name: str, command: list[str], port: int, is_ready: Callable[[http.client.HTTPConnection], bool]
 ) -> Iterator[Front]:

@@ -10,7 +10,7 @@ router` and, with `--peer`, sglang-router. Each figure is printed as soon as it 
 latency     One caller sends one request after the other, by turns to the first server itself ("direct") and to each
             router in front of it. A request has one output token, and a short or a long prompt that the prefix cache
             knows. `added_latency_ms` is the median of the differences to the direct request of the same turn, `p99` the
-            difference of the 99th percentiles. Goal: 0.5 ms.
+            difference of the 99th percentiles. Goal: 0.5 ms. "tcp-relay" hands on bytes only: the least that a hop costs.
 streams     `--streams` streams at once, by turns to the first server itself and to each router in front of it, after a
             round that warms up. `streams_ratio` is the median over the rounds of the quotient by the direct rate of the
             same round. Goal: 0.97. `router_cpu_us` is the processor time of the router and its children for each output
@@ -49,7 +49,7 @@ import uvloop
 
 from benchmarks.agents import Episode, Played, Waits, make_episodes, play_at_own_pace
 from benchmarks.fleet_push import measure_push
-from benchmarks.fronts import Caller, Front, own_router, placements, servers, sglang_router
+from benchmarks.fronts import Caller, Front, own_router, placements, servers, sglang_router, tcp_relay
 from benchmarks.multi_turn import LENGTHS
 from benchmarks.options import engine_settings, make_parser, report, report_run
 from benchmarks.serving import cpu_seconds
@@ -84,7 +84,8 @@ class Benchmark:
     # -- latency -----------------------------------------------------------------------------------------------
 
     def latency(self) -> None:
-        with self._fronts(self._urls[:1]) as fronts:
+        with self._fronts(self._urls[:1]) as routers, tcp_relay(self._urls[0]) as hop:
+            fronts = [*routers, hop]
             for length in (self._args.short_prompt, self._args.long_prompt):
                 bodies = [self._body(length, 1, stream=False) for _ in range(_PROMPTS)]
                 report_latencies(measure_latencies(fronts, bodies, self._args.requests), length)

@@ -39,8 +39,8 @@ _CONNECT_SECONDS = 5.0
 _AWAITED = 0.1
 """Seconds between two looks at a server that answers, while a request waits for a change."""
 _MOST_ANSWER = 4 * 2**20
-_DEFAULT_CAPACITY = 100_000
-"""Tokens that a cache is taken to hold until the server has said how many it holds."""
+_DEFAULT_CAPACITY, _DEFAULT_RUNNING = 100_000, 256
+"""Tokens that a cache is taken to hold, and requests that may run, until the server has said how many."""
 
 
 class State(StrEnum):
@@ -89,6 +89,7 @@ class Member:
         """Tokens of running and waiting requests, as the server said at the newest look; then changed by what began and
         ended since."""
         self.capacity = _DEFAULT_CAPACITY
+        self.most_running = _DEFAULT_RUNNING
         self.is_paused = False
         self.wake = asyncio.Event()
         """Set to look at the server at once."""
@@ -109,8 +110,9 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Tokens in flight as a share of the tokens that the server's cache holds."""
-        return max(self.tokens, self.reported_tokens) / self.capacity
+        """Tokens in flight as a share of the tokens that the server's cache holds, or requests as a share of those that
+        may run at one time, whichever is larger."""
+        return max(max(self.tokens, self.reported_tokens) / self.capacity, self.requests / self.most_running)
 
     @property
     def takes_turns(self) -> bool:
@@ -412,6 +414,7 @@ class Fleet:
             "engine": info.get("engine"),
         }
         member.capacity = scheduler.get("max_total_num_tokens") or member.capacity
+        member.most_running = scheduler.get("max_running_requests") or member.most_running
         member.is_paused = info.get("paused_since") is not None
         state = next(iter(info.get("internal_states") or ()), None) or {}
         if "num_total_tokens" in state:
