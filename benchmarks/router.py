@@ -10,7 +10,7 @@ router` and, with `--peer`, sglang-router. Each figure is printed as soon as it 
 latency     One caller sends one request after the other, by turns to the first server itself ("direct") and to each
             router in front of it. A request has one output token, and a short or a long prompt that the prefix cache
             knows. `added_latency_ms` is the median of the differences to the direct request of the same turn, `p99` the
-            difference of the 99th percentiles. Goal: 0.5 ms. "tcp-relay" hands on bytes only: the least that a hop costs.
+            difference of the 99th percentiles. Goal: 0.5 ms. "tcp-relay" hands on bytes only: the price of a hop.
 streams     `--streams` streams at once, by turns to the first server itself and to each router in front of it, after a
             round that warms up. `streams_ratio` is the median over the rounds of the quotient by the direct rate of the
             same round. Goal: 0.97. `router_cpu_us` is the processor time of the router and its children for each output
