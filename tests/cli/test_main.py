@@ -27,7 +27,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     assert (
-        "unknown command 'sevre'; commands: serve, warm-up, rollout, watch, trajectories, env, demo, bench"
+        "unknown command 'sevre'; commands: serve, warm-up, router, rollout, watch, trajectories, env, demo, bench"
         in capsys.readouterr().err
     )
 

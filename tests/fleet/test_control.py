@@ -27,7 +27,9 @@ def test_every_control_route_is_in_one_class() -> None:
 
 
 def body_of(name: str) -> dict[str, Any]:
-    return {"weight_version": "v1", "model_path": "/m"} if name == "/update_weights_from_disk" else {"request_ids": ["x"]}
+    return (
+        {"weight_version": "v1", "model_path": "/m"} if name == "/update_weights_from_disk" else {"request_ids": ["x"]}
+    )
 
 
 def test_what_reaches_all_and_what_is_refused() -> None:
@@ -128,7 +130,9 @@ def test_the_answer_of_all(name: str) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b'{"weight_version": ""}', b'{"weight_version": null}', b"[", b"\xff", b"[" * 10**5])
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b'{"weight_version": ""}', b'{"weight_version": null}', b"[", b"\xff", b"[" * 10**5]
+)
 def test_an_update_from_disk_needs_a_label(body: bytes) -> None:
     async def scenario() -> None:
         server = FakeServer()

@@ -17,6 +17,9 @@ from verl_server.fleet.prefixes import PrefixIndex
 from verl_server.fleet.recent import Recent
 from verl_server.fleet.requests import RoutedRequest
 
+REASONS = ("conversation", "prefix", "load", "spilled", "key")
+"""Why a server was chosen: it has the conversation; it has the beginning of the prompt; it has the least work; it has the
+least work, and the server with the cache has too much; an Idempotency-Key chose it."""
 _SPILL_RATIO = 1.5
 _LEAST_SHARE = 0.5
 """Share of a prompt's blocks that a server must have seen to be preferred."""
@@ -32,7 +35,7 @@ class Placement:
         self._hints = Recent(_MOST_NAMES)
         self._keyed = Recent(_MOST_NAMES)
         self.counts: Counter[str] = Counter()
-        """Reason -> requests that were placed for it: conversation, prefix, load, spilled, key."""
+        """Reason (`REASONS`) -> choices for it."""
         self._turn = 0
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Member]) -> Member:

@@ -11,12 +11,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from starlette.types import Receive, Send
 
 from verl_server.errors import ServerDiedError, ServerStoppingError
 from verl_server.fleet.answers import error_event
 from verl_server.fleet.members import Member
+from verl_server.fleet.metrics import RouterMetrics
 from verl_server.fleet.requests import RoutedRequest
 from verl_server.fleet.upstream import Exchange, Headers, UnreachableError
 from verl_server.web.error_bodies import ERROR_HEADER
@@ -94,6 +96,12 @@ class Client:
         self._watch: asyncio.Task[None] | None = None
         self._later = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, self._begin)
         self._on_left: Callable[[], None] | None = None
+        self.since = 0.0
+        """When the whole request had arrived, by the router's clock."""
+        self.held = 0.0
+        """Seconds for which the request has waited for a server or a version."""
+        self.failed: Literal["refused", "lost"] | None = None
+        """Why the newest attempt delivered nothing. None before it."""
 
     @property
     def has_left(self) -> bool:
@@ -133,6 +141,7 @@ class Relay:
     """Name of the fleet, which clients see as the instance of the server."""
     on_answer: Callable[[RoutedRequest, Member, bytes], None] = field(default=lambda request, member, body: None)
     """Takes the whole body of each answer to a request that creates a session."""
+    metrics: RouterMetrics | None = None
     refused: frozenset[int] = frozenset((409, 412, 503))
     """Statuses of refusals that another server, or the same one later, may not repeat."""
 
@@ -173,6 +182,8 @@ class Relay:
         if request.operation.access in ("owner", "local_owner") and request.method != "GET" and exchange.status < 300:
             data += await self._rest(exchange)
             self.on_answer(request, member, data)
+        if self.metrics is not None:
+            self.metrics.answered(exchange.status, "server")
         await client.send(
             {
                 "type": "http.response.start",
@@ -206,6 +217,8 @@ class Relay:
             logger.warning(
                 "%s %s: the answer of %s broke. %s", request.method, request.operation.name, member.url, error
             )
+            if self.metrics is not None:
+                self.metrics.broke()
             if not is_stream:
                 return  # uvicorn closes the connection, because the answer has no end
             failed = ServerDiedError(f"{who} ended in the middle of the stream. Repeat the request. ({error})")

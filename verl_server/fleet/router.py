@@ -35,6 +35,7 @@ from verl_server.fleet.answers import error_answer, unavailable
 from verl_server.fleet.control import TO_ALL, Control, aborts_all
 from verl_server.fleet.keys import RouterKeys
 from verl_server.fleet.members import Fleet, Member, State
+from verl_server.fleet.metrics import RouterMetrics
 from verl_server.fleet.operations import RoutedOperation, UnservedPaths
 from verl_server.fleet.placement import Placement
 from verl_server.fleet.relay import EXPECTED_INSTANCE, Client, Outcome, Refusal, Relay
@@ -72,9 +73,10 @@ class Router:
         fleet.on_renewed = lambda member: self.placement.prefixes.forget(member.url)
         self.sessions = SessionPlaces(fleet, clock)
         self._control = Control(fleet)
-        self._relay = Relay(fleet.args.name, self._on_changed)
-        self._status = FleetStatus(fleet, self.placement, self.sessions, self._relay.own_headers())
         self._held = 0
+        self.metrics = RouterMetrics(fleet, self.placement, self.sessions, lambda: self._held)
+        self._relay = Relay(fleet.args.name, self._on_changed, self.metrics)
+        self._status = FleetStatus(fleet, self.placement, self.sessions, self.metrics, self._relay.own_headers())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,6 +136,7 @@ class Router:
             caller.is_foreign,
         )
         client = Client(receive, send)
+        client.since = self._clock()
         self._held += len(body)
         try:
             await self._dispatch(request, client)
@@ -207,7 +210,7 @@ class Router:
         while not client.has_left:
             since = self._fleet.changes
             if member.takes_turns:
-                outcome = await self._relay.attempt(request, member, client)
+                outcome = await self._attempt(request, member, client)
                 if outcome.delivered:
                     return
                 self._note(member, outcome)
@@ -244,9 +247,8 @@ class Router:
             candidates = [each for each in self._candidates(request) if each.url not in tried]
             is_behind = lost is None and last is not None and last.error == _BEHIND
             if candidates:
-                self.placement.counts["repeated"] += bool(tried)
                 member = self.placement.choose(request, candidates)
-                outcome = await self._relay.attempt(request, member, client)
+                outcome = await self._attempt(request, member, client)
                 if outcome.delivered:
                     return
                 self._note(member, outcome)
@@ -329,6 +331,15 @@ class Router:
 
     # -- both ----------------------------------------------------------------------------------------------------
 
+    async def _attempt(self, request: RoutedRequest, member: Member, client: Client) -> Outcome:
+        if client.failed is None:
+            self.metrics.chosen(self._clock() - client.since - client.held)
+        else:
+            self.metrics.repeated(client.failed)
+        outcome = await self._relay.attempt(request, member, client)
+        client.failed = "lost" if outcome.lost is not None else "refused"
+        return outcome
+
     def _note(self, member: Member, outcome: Outcome) -> None:
         if outcome.lost is not None:
             self._fleet.suspect(member, str(outcome.lost))
@@ -350,10 +361,16 @@ class Router:
         left = deadline - self._clock()
         if left <= 0:
             return False
+        begun = self._clock()
+        self.metrics.hold(is_first=client.held == 0.0)
         try:
             await client.first_of(self._fleet.changed(min(left, self._args.probe_interval if polls else left), since))
         except asyncio.CancelledError:
             raise ServerStoppingError("The router is stopping. Nothing was done: repeat the request.") from None
+        finally:
+            seconds = self._clock() - begun
+            client.held += seconds
+            self.metrics.release(seconds)
         return not client.has_left
 
     async def _refuse(self, client: Client, refusal: Refusal | None, error: VerlServerError) -> None:
@@ -365,6 +382,7 @@ class Router:
         await self._answer(client.send, refusal.status, refusal.headers, refusal.body)
 
     async def _answer(self, send: Send, status: int, headers: Headers, body: bytes) -> None:
+        self.metrics.answered(status, "router")
         names = {name.lower() for name, _ in headers}
         own = [header for header in self._relay.own_headers() if header[0] not in names]
         with contextlib.suppress(OSError, asyncio.CancelledError):

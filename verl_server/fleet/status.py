@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from verl_server._version import __version__
 from verl_server.errors import BadRequestError
 from verl_server.fleet.keys import RouterKeys
-from verl_server.fleet.members import Fleet, Member, State
+from verl_server.fleet.members import Fleet, Member
+from verl_server.fleet.metrics import RouterMetrics
 from verl_server.fleet.placement import Placement
 from verl_server.fleet.requests import read_body
 from verl_server.fleet.sessions import SessionPlaces
@@ -45,8 +45,15 @@ class MemberBody(msgspec.Struct):
 
 
 class FleetStatus:
-    def __init__(self, fleet: Fleet, placement: Placement, sessions: SessionPlaces, own_headers: Headers) -> None:
-        self._fleet, self._placement, self._sessions = fleet, placement, sessions
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement: Placement,
+        sessions: SessionPlaces,
+        metrics: RouterMetrics,
+        own_headers: Headers,
+    ) -> None:
+        self._fleet, self._placement, self._sessions, self._metrics = fleet, placement, sessions, metrics
         self._own_headers = own_headers
 
     @staticmethod
@@ -77,7 +84,7 @@ class FleetStatus:
         """Return (status, content type, content)."""
         match path:
             case "/metrics":
-                return 200, _METRICS, self._metrics()
+                return 200, _METRICS, self._metrics.text()
             case "/fleet":
                 if b"text/html" in accept:
                     return 200, b"text/html; charset=utf-8", self._page()
@@ -135,41 +142,6 @@ class FleetStatus:
             "paused": member.is_paused,
             **{name: member.info.get(name) for name in ("model_path", "context_length", "engine")},
         }
-
-    def _metrics(self) -> bytes:
-        registry = CollectorRegistry()
-        states = Gauge(
-            "verl_router:server_state", "1 for the state of a server.", ["server", "state"], registry=registry
-        )
-        gauges = {
-            "requests": Gauge("verl_router:running_requests", "Requests that run.", ["server"], registry=registry),
-            "load": Gauge(
-                "verl_router:load", "Tokens in flight as a share of the cache.", ["server"], registry=registry
-            ),
-            "lag": Gauge("verl_router:version_lag", "Versions behind the newest one.", ["server"], registry=registry),
-        }
-        for member in self._fleet.members:
-            for state in State:
-                states.labels(member.url, state.value).set(member.state == state)
-            shown = self._member(member)
-            for name, gauge in gauges.items():
-                gauge.labels(member.url).set(shown[name])
-        if (spread := self._fleet.versions.last_spread) is not None:
-            gauge = Gauge(
-                "verl_router:version_spread_seconds",
-                "Seconds from the first server with the version to the last.",
-                registry=registry,
-            )
-            gauge.set(spread[1])
-        Gauge("verl_router:sessions", "Sessions whose server is known.", registry=registry).set(len(self._sessions))
-        placed = Counter(
-            "verl_router:placements", "Requests by the reason for their server.", ["reason"], registry=registry
-        )
-        for reason in ("conversation", "prefix", "load", "spilled", "key"):
-            placed.labels(reason).inc(self._placement.counts[reason])
-        repeated = Counter("verl_router:repeated", "Requests that were sent to another server.", registry=registry)
-        repeated.inc(self._placement.counts["repeated"])
-        return bytes(generate_latest(registry))
 
     def _page(self) -> bytes:
         state = self.as_dict()
