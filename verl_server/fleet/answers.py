@@ -6,7 +6,15 @@ from typing import Any
 
 import orjson
 
-from verl_server.errors import ServerDiedError, SessionUnavailableError, UnauthorizedError, VerlServerError
+from verl_server.errors import (
+    BadRequestError,
+    ForbiddenError,
+    ServerDiedError,
+    SessionError,
+    SessionUnavailableError,
+    UnauthorizedError,
+    VerlServerError,
+)
 from verl_server.fleet.upstream import Headers
 from verl_server.web.error_bodies import (
     ERROR_HEADER,
@@ -25,6 +33,12 @@ _DONE = b"data: [DONE]\n\n"
 
 class NoServerError(ServerDiedError):
     """No server may get the request now. Nothing was done: repeat it."""
+
+
+class NotThroughRouterError(BadRequestError):
+    """The route is one of single servers."""
+
+    status_code = 409
 
 
 def error_answer(dialect: str, error: VerlServerError, *, says_success: bool = False) -> tuple[int, Headers, bytes]:
@@ -52,8 +66,12 @@ def error_answer(dialect: str, error: VerlServerError, *, says_success: bool = F
     ]
     if error.status_code == 503:
         headers.append((b"retry-after", str(RETRY_SECONDS).encode()))
+    if isinstance(error, ForbiddenError | SessionError | NotThroughRouterError):
+        headers.append((b"x-should-retry", b"false"))  # the SDKs of OpenAI and Anthropic retry every 409 otherwise
     if isinstance(error, UnauthorizedError):
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.status_code == 413:
+        headers.append((b"connection", b"close"))
     return error.status_code, headers, encoded
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from verl_server.errors import BadRequestError, ServerDiedError, UpdateConflictError
+from verl_server.errors import ServerDiedError, UpdateConflictError
+from verl_server.fleet.answers import NotThroughRouterError
 from verl_server.fleet.members import Fleet, Member, State
 from verl_server.fleet.requests import RoutedRequest, decoded
 from verl_server.fleet.upstream import Headers
@@ -91,12 +92,6 @@ def aborts_all(path: str, body: bytes) -> bool:
         given = decoded(body, Any)
         return not (isinstance(given, dict) and given.get("request_ids"))
     return False
-
-
-class NotThroughRouterError(BadRequestError):
-    """The route is one of single servers."""
-
-    status_code = 409
 
 
 @dataclass

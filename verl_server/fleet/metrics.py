@@ -1,4 +1,4 @@
-"""`RouterMetrics`: what `/metrics` of the router says: counters that live with it, and gauges that are read at a scrape.
+"""`RouterMetrics`: the metrics of a router: counters that live with it, and gauges that are read at a scrape.
 
 `router` and `relay` count. `status` serves the text.
 """

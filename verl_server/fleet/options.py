@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tyro.conf import UseAppendAction
 
 from verl_server.engine.server_address import server_address
 from verl_server.errors import BadRequestError
 from verl_server.web.addresses import is_loopback
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_MOST_SECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,7 @@ class RouterArgs:
     allow_unauthenticated: bool = False
     """Permit an address that is not loopback without a key."""
     serve_loaded_weights: bool = False
-    """Serve the weights that servers loaded, also while a server of the list has never answered. By default the router
-    waits for all servers, because one that is missing may have weights that a trainer pushed."""
+    """Serve the weights that servers loaded before every server has answered. One of them may have pushed weights."""
     hold_seconds: float = 60.0
     """Most seconds that a request waits for a server, or for a version that it demands."""
     stale_after: float = 30.0
@@ -58,8 +61,7 @@ class RouterArgs:
     healthy_after: int = 2
     """Successful looks in a row after which a dead server counts again. A suspect one needs one."""
     spill_margin: float = 0.2
-    """A request leaves the server that has its prefix or conversation if the load of that server, as a share of the
-    tokens that its cache holds, is above 1.5 times the smallest load and this margin."""
+    """Share of a cache. A request leaves its cache if more tokens than that, and 1.5 times the least, are in flight."""
     max_request_bytes: int = 64 * 2**20
     """Most bytes of a request. The router holds a request until a server has answered it, to repeat it elsewhere."""
     max_held_bytes: int = 4 * 2**30
@@ -71,6 +73,8 @@ class RouterArgs:
         if not self.server:
             raise BadRequestError("RouterArgs.server is empty: name at least one server, --server http://HOST:PORT.")
         urls = [server_address(url) for url in self.server]
+        if any("@" in urlsplit(url).netloc for url in urls):
+            raise BadRequestError("RouterArgs.server has a user or a password, which every answer would show.")
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if twice:
             raise BadRequestError(f"RouterArgs.server names {', '.join(twice)} more than once.")
@@ -78,11 +82,17 @@ class RouterArgs:
         if not 0 <= self.port <= 65535:
             raise BadRequestError(f"RouterArgs.port={self.port} must be from 0 to 65535.")
         for field in ("hold_seconds", "stale_after", "probe_interval", "probe_timeout", "spill_margin"):
-            if not getattr(self, field) > 0:
-                raise BadRequestError(f"RouterArgs.{field}={getattr(self, field):g} must be above 0.")
+            if not 0 < getattr(self, field) < _MOST_SECONDS:
+                raise BadRequestError(
+                    f"RouterArgs.{field}={getattr(self, field):g} must be above 0 and below {_MOST_SECONDS:g}."
+                )
         for field in ("dead_after", "healthy_after", "max_request_bytes", "max_held_bytes"):
             if getattr(self, field) < 1:
                 raise BadRequestError(f"RouterArgs.{field}={getattr(self, field)} must be at least 1.")
+        if self.log_level.upper() not in _LEVELS:
+            raise BadRequestError(
+                f"RouterArgs.log_level={self.log_level!r} must be one of {', '.join(_LEVELS).lower()}."
+            )
         if not self.name or not self.name.isascii() or not self.name.isprintable() or " " in self.name:
             raise BadRequestError("RouterArgs.name must be one or more printable ASCII characters without spaces.")
         if not (is_loopback(self.host) or self.api_key_file or self.allow_unauthenticated):

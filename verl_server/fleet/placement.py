@@ -18,8 +18,8 @@ from verl_server.fleet.recent import Recent
 from verl_server.fleet.requests import RoutedRequest
 
 REASONS = ("conversation", "prefix", "load", "spilled", "key")
-"""Why a server was chosen: it has the conversation; it has the beginning of the prompt; it has the least work; it has the
-least work, and the server with the cache has too much; an Idempotency-Key chose it."""
+"""Why a server was chosen: it has the conversation; it has the beginning of the prompt; it has the least work; it has
+the least work, and the server with the cache has too much; an Idempotency-Key chose it."""
 _SPILL_RATIO = 1.5
 _LEAST_SHARE = 0.5
 """Share of a prompt's blocks that a server must have seen to be preferred."""

@@ -7,6 +7,8 @@ every field themselves.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import re
 from dataclasses import dataclass, field
@@ -38,6 +40,7 @@ _ENDS = 64 * 1024
 _NAMED = re.compile(
     rb'"(session_id|conversation_id|min_weight_version|exact_weight_version)"\s*:\s*("(?:[^"\\]|\\.){0,300}")'
 )
+_DISCARD_SECONDS = 1.0
 _PARAMS = b'"session_params"'
 _PARAMS_VALUE = re.compile(rb"\s*:\s*(\{[^{}]{0,4096}\})")
 _BYTES_OF_A_TOKEN = 4
@@ -242,5 +245,15 @@ async def read_body(receive: Receive, scope: Scope, most: int) -> bytes | None:
         body.add(message.get("body", b""))
         more = message.get("more_body", False)
         if max(body.size, declared or 0) > most:
+            if more and b"expect" not in first_headers(scope):
+                await _discard(receive)
             raise BodyTooLargeError(f"The body has more than {most} bytes (the router's --max-request-bytes).")
     return body.whole()
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body for a moment: a client that cannot send it does not read the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+                pass
