@@ -1,12 +1,12 @@
 """`FleetStatus`: what the router answers itself: `/health`, `/ready`, `/metrics`, `/fleet` and the routes below it.
 
-`GET /fleet` is JSON for programs, and a page for people (`Accept: text/html`). `POST /fleet/commit` declares that a
-push is over, `POST /fleet/retire` and `/fleet/admit` take a server out and back.
+`GET /fleet` is JSON for programs, and a page for people (`Accept: text/html`, without `?format=json`). Everybody may
+read it. `POST /fleet/commit` declares that a push is over, `POST /fleet/retire` and `/fleet/admit` take a server out
+and back.
 """
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from verl_server._version import __version__
 from verl_server.errors import BadRequestError
+from verl_server.fleet import page
 from verl_server.fleet.keys import RouterKeys
 from verl_server.fleet.members import Fleet, Member
 from verl_server.fleet.metrics import RouterMetrics
@@ -29,6 +30,7 @@ _POST = ("/fleet/commit", "/fleet/retire", "/fleet/admit")
 _MOST_BODY = 64 * 1024
 _METRICS = b"text/plain; version=0.0.4; charset=utf-8"
 _JSON = b"application/json"
+_HTML = b"text/html; charset=utf-8"
 
 
 class CommitBody(msgspec.Struct):
@@ -73,21 +75,25 @@ class FleetStatus:
             await self._act(path, body)
             status, kind, content = 200, _JSON, orjson.dumps(self.as_dict())
         else:
-            status, kind, content = self._read(path, first_headers(scope).get(b"accept", b""))
+            wants_page = b"text/html" in first_headers(scope).get(b"accept", b"")
+            status, kind, content = self._read(path, wants_page and b"format=json" not in scope["query_string"])
         headers = [(b"content-type", kind), (b"content-length", str(len(content)).encode()), *self._own_headers]
+        headers += page.HEADERS if kind is _HTML else []
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send(
             {"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content, "more_body": False}
         )
 
-    def _read(self, path: str, accept: bytes) -> tuple[int, bytes, bytes]:
+    def _read(self, path: str, wants_page: bool) -> tuple[int, bytes, bytes]:
         """Return (status, content type, content)."""
         match path:
             case "/metrics":
                 return 200, _METRICS, self._metrics.text()
             case "/fleet":
-                if b"text/html" in accept:
-                    return 200, b"text/html; charset=utf-8", self._page()
+                if wants_page:
+                    return 200, _HTML, page.fleet_page(self.as_dict())
                 return 200, _JSON, orjson.dumps(self.as_dict(), option=orjson.OPT_INDENT_2)
             case "/ready":
                 return (200 if self._fleet.healthy else 503), _JSON, b""
@@ -140,50 +146,16 @@ class FleetStatus:
             "tokens_in_flight": max(member.tokens, member.reported_tokens),
             "capacity": member.capacity,
             "paused": member.is_paused,
-            **{name: member.info.get(name) for name in ("model_path", "context_length", "engine")},
+            "model": str(member.info.get("model_path") or "").rstrip("/").rpartition("/")[2] or None,
+            "context_length": member.info.get("context_length"),
+            "engine": member.info.get("engine"),
         }
-
-    def _page(self) -> bytes:
-        state = self.as_dict()
-        columns = ("url", "state", "weight_version", "lag", "requests", "load", "reason")
-        rows = "".join(
-            f"<tr class={server['state']}>"
-            + "".join(f"<td>{html.escape(str('' if server[name] is None else server[name]))}" for name in columns)
-            for server in state["servers"]
-        )
-        head = "".join(f"<th>{name.replace('_', ' ')}" for name in columns)
-        placed = ", ".join(f"{count} {reason}" for reason, count in sorted(state["placements"].items())) or "none yet"
-        text = _PAGE.format(
-            name=html.escape(state["fleet"]),
-            committed=html.escape(str(state["committed"])),
-            newest=html.escape(str(state["newest"])),
-            sessions=state["sessions"],
-            placed=html.escape(placed),
-            head=head,
-            rows=rows,
-        )
-        return text.encode()
 
 
 def _decoded(body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(
             f"The body must be a JSON object with {', '.join(kind.__struct_fields__)}: {error}"
         ) from None
-
-
-_PAGE = """<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=2>
-<title>{name}: servers</title><style>
-body{{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;color:#1c2430}}
-table{{border-collapse:collapse;width:100%}} th{{text-align:left;font-weight:600;color:#5a6573}}
-td,th{{padding:.4rem .7rem;border-bottom:1px solid #e3e7ec;vertical-align:top}}
-td:last-child{{color:#5a6573;max-width:28rem}} td:nth-child(2){{font-weight:600;color:#a36200}}
-.healthy td:nth-child(2){{color:#1a7f4b}} .dead td:nth-child(2){{color:#b3261e}}
-.retired td:nth-child(2){{color:#5a6573}}
-dl{{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1.2rem}} dt{{color:#5a6573}} dd{{margin:0}}
-@media (prefers-color-scheme:dark){{body{{background:#14181d;color:#e3e7ec}} td,th{{border-color:#2b323b}}}}
-</style><h1>{name}</h1><dl><dt>version of the fleet<dd>{committed}<dt>newest version<dd>{newest}
-<dt>sessions known<dd>{sessions}<dt>requests placed by<dd>{placed}</dl><table><tr>{head}{rows}</table></html>
-"""
