@@ -30,7 +30,7 @@ def served(text_folder: Path) -> Iterator[list[Operation]]:
 
 def test_the_table_has_what_a_server_mounts(served: list[Operation]) -> None:
     known = server_operations()
-    assert {(path, method) for each in known for path in each.paths for method in each.methods} >= {
+    assert {(path, method) for each in known for path in each.paths for method in each.methods} == {
         (path, method) for each in served for path in each.paths for method in each.methods
     }
     ours = Resolver(known)

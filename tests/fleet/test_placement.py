@@ -12,6 +12,7 @@ import pytest
 from tests.fleet.fakes import FakeServer, run, running
 from tests.fleet.simulated import GENERATE, Workload, play
 from verl_server.fleet.members import Member
+from verl_server.fleet.operations import RoutedOperation
 from verl_server.fleet.placement import Placement, rendezvous
 from verl_server.fleet.requests import RoutedRequest
 from verl_server.fleet.upstream import Upstream
@@ -111,6 +112,22 @@ def test_a_paused_server_gets_nothing_while_another_is_not() -> None:
         other.is_paused = True
         assert placement.choose(asking("a"), two) in two
         member.is_paused = other.is_paused = False
+
+
+CREATE = RoutedOperation(("/sessions",), ("POST",), "sessions", "owner")
+
+
+def test_sessions_that_are_created_at_once_are_spread() -> None:
+    now = [0.0]
+    placement, three = Placement(0.2, lambda: now[0]), members(0, 0, 0)
+    for member, tokens in zip(three, (0, 20_000, 40_000), strict=True):
+        member.capacity, member.reported_tokens = 100_000, tokens
+    request = RoutedRequest(CREATE, "POST", b"/sessions", [], b"{}")
+    chosen = Counter(placement.choose(request, three).url for _ in range(128))
+    assert min(chosen.values()) >= 35, chosen
+    assert chosen[URLS[0]] > chosen[URLS[1]] > chosen[URLS[2]], "the least loaded server gets the most"
+    now[0] = 31.0
+    assert placement.choose(request, three) is three[0], "their turns count now, not the sessions"
 
 
 def keyed(key: str, body: Any = None, **headers: str) -> RoutedRequest:

@@ -9,8 +9,9 @@ caches (NeMo Gym #2570). What is left goes to the least loaded server, by tokens
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
 from verl_server.fleet.members import Member
 from verl_server.fleet.prefixes import PrefixIndex
@@ -25,18 +26,27 @@ _LEAST_SHARE = 0.5
 """Share of a prompt's blocks that a server must have seen to be preferred."""
 _MOST_NAMES = 200_000
 """Conversations and idempotency keys that are remembered."""
+_SESSION_TOKENS = 4096
+"""Tokens that a new session counts as until its turns run. Sessions stay where they begin, so a hundred that are created
+at once must not all go to the server that has the least work at that moment."""
+_SESSION_SECONDS = 30.0
+_CREATES = ("/sessions", "/open_session")
 
 
 class Placement:
-    def __init__(self, spill_margin: float) -> None:
+    def __init__(self, spill_margin: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`spill_margin` is a share of the tokens that a cache holds (`RouterArgs.spill_margin`)."""
-        self._margin = spill_margin
+        self._margin, self._clock = spill_margin, clock
         self.prefixes = PrefixIndex()
         self._hints = Recent(_MOST_NAMES)
         self._keyed = Recent(_MOST_NAMES)
         self.counts: Counter[str] = Counter()
         """Reason (`REASONS`) -> choices for it."""
         self._turn = 0
+        self._new_sessions: deque[tuple[float, str]] = deque()
+        """When each new session begins to count no more, and its server."""
+        self._expected: Counter[str] = Counter()
+        """Server -> new sessions."""
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Member]) -> Member:
         """Return one of `candidates`, of which there is at least one, and remember the choice."""
@@ -49,6 +59,9 @@ class Placement:
             self._keyed.put(key, member.url)
         if request.operation.generates:
             self.prefixes.add(request.blocks, member.url)
+        elif request.operation.name in _CREATES:
+            self._new_sessions.append((self._clock() + _SESSION_SECONDS, member.url))
+            self._expected[member.url] += 1
         return member
 
     def keyed_owner(self, request: RoutedRequest, urls: Sequence[str]) -> str | None:
@@ -61,12 +74,14 @@ class Placement:
         return None if key is None else self._keyed.get(key) or rendezvous(_lasting(request, key), urls)
 
     def _chosen(self, request: RoutedRequest, candidates: Sequence[Member]) -> tuple[Member, str]:
+        while self._new_sessions and self._new_sessions[0][0] <= self._clock():
+            self._expected[self._new_sessions.popleft()[1]] -= 1
         by_url = {member.url: member for member in candidates}
         if (key := request.idempotency) is not None:
             return by_url[rendezvous(_lasting(request, key), list(by_url))], "key"
         self._turn += 1
         turn = self._turn % len(candidates)
-        least = min([*candidates[turn:], *candidates[:turn]], key=lambda member: (member.load, member.requests))
+        least = min([*candidates[turn:], *candidates[:turn]], key=lambda member: (self._load(member), member.requests))
         if len(candidates) == 1:
             return least, "load"
         hint = request.hint
@@ -80,10 +95,13 @@ class Placement:
         free = [member for member in found if not self._is_overloaded(member, least)]
         if not free:
             return least, "spilled"
-        return max(free, key=lambda member: (known[member.url], -member.load)), "prefix"
+        return max(free, key=lambda member: (known[member.url], -self._load(member))), "prefix"
 
     def _is_overloaded(self, member: Member, least: Member) -> bool:
-        return member.load > max(_SPILL_RATIO * least.load, least.load + self._margin)
+        return self._load(member) > max(_SPILL_RATIO * self._load(least), self._load(least) + self._margin)
+
+    def _load(self, member: Member) -> float:
+        return member.load + _SESSION_TOKENS * self._expected[member.url] / member.capacity
 
 
 def _lasting(request: RoutedRequest, key: bytes) -> bytes:

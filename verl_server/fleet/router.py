@@ -69,7 +69,7 @@ class Router:
         self._fleet, self._keys, self._clock = fleet, keys, clock
         self._args = fleet.args
         self._resolver, self._unserved = Resolver(operations), UnservedPaths(operations)
-        self.placement = Placement(fleet.args.spill_margin)
+        self.placement = Placement(fleet.args.spill_margin, clock)
         fleet.on_renewed = lambda member: self.placement.prefixes.forget(member.url)
         self.sessions = SessionPlaces(fleet, clock)
         self._control = Control(fleet)

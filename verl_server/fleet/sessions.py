@@ -67,7 +67,6 @@ class SessionPlaces:
         name, key = (named.id, named.key) if isinstance(named, _Named) else (named, None)
         if name is not None:
             self._names.put(name, url)
-            self._absent.clear()  # somebody may have asked about the name before
         if key is not None:
             self._keys.put(_hashed(b"key", key.encode()), url)
 
