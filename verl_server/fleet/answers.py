@@ -15,6 +15,7 @@ from verl_server.errors import (
     UnauthorizedError,
     VerlServerError,
 )
+from verl_server.fleet.operations import RoutedOperation
 from verl_server.fleet.upstream import Headers
 from verl_server.web.error_bodies import (
     ERROR_HEADER,
@@ -75,9 +76,14 @@ def error_answer(dialect: str, error: VerlServerError, *, says_success: bool = F
     return error.status_code, headers, encoded
 
 
-def error_event(dialect: str, error: VerlServerError) -> bytes:
+def error_event(operation: RoutedOperation, error: VerlServerError) -> bytes:
     """Return the events that end a stream of which a part was delivered."""
-    match dialect:
+    match operation.dialect:
+        case "openai" if operation.name == "/v1/responses":
+            # A typed event, as all of this stream are. OpenAI's SDK raises what is in `error`.
+            body = openai_error_body(error)
+            typed = {"type": "error", "code": "server_error", "message": str(error), "param": None}
+            return b"event: error\n" + _sse(typed | openai_error_event(body))
         case "openai":
             return _sse(openai_error_event(openai_error_body(error))) + _DONE
         case "anthropic":

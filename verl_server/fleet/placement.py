@@ -27,8 +27,8 @@ _LEAST_SHARE = 0.5
 _MOST_NAMES = 200_000
 """Conversations and idempotency keys that are remembered."""
 _SESSION_TOKENS = 4096
-"""Tokens that a new session counts as until its turns run. Sessions stay where they begin, so a hundred that are created
-at once must not all go to the server that has the least work at that moment."""
+"""Tokens that a new session counts as until its turns run. Sessions stay where they begin, so a hundred that are
+created at once must not all go to the server that has the least work at that moment."""
 _SESSION_SECONDS = 30.0
 _CREATES = ("/sessions", "/open_session")
 

@@ -222,7 +222,7 @@ class Relay:
             if not is_stream:
                 return  # uvicorn closes the connection, because the answer has no end
             failed = ServerDiedError(f"{who} ended in the middle of the stream. Repeat the request. ({error})")
-            data, rest = error_event(request.operation.dialect, failed), b""
+            data, rest = error_event(request.operation, failed), b""
         await send({"type": "http.response.body", "body": data + rest, "more_body": False})
 
     async def _rest(self, exchange: Exchange) -> bytes:
