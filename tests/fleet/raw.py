@@ -173,6 +173,7 @@ async def live(*servers: RawServer, graceful: int = 1, **options: Any) -> AsyncI
         try:
             await found.until(lambda: guarded.started)
             await found.until_states(*[State.HEALTHY] * len(servers))
+            await found.until(lambda: all(member.info for member in fleet.members))
             yield found
         finally:
             guarded.should_exit = guarded.force_exit = True
