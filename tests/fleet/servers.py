@@ -183,6 +183,11 @@ class Fleet:
         answer = self.client.get("/fleet").raise_for_status().json()
         return {server["url"]: server["state"] for server in answer["servers"]}
 
+    def requests(self, server: Server) -> int:
+        """Return the number of requests that the router has sent to a server and that are not answered."""
+        servers = self.client.get("/fleet").raise_for_status().json()["servers"]
+        return int(next(each["requests"] for each in servers if each["url"] == server.url))
+
     def until(self, holds: Callable[[dict[str, str]], bool], seconds: float = SETTLE_SECONDS) -> None:
         """Wait until the states of the servers are as they should be."""
         assert eventually(lambda: holds(self.states()), seconds), self.client.get("/fleet").text

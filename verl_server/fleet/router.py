@@ -348,8 +348,8 @@ class Router:
 
     def _note_maybe_created(self, request: RoutedRequest, member: Member, outcome: Outcome) -> None:
         """Let a repeated creation of a session go to the server that may have carried out the first one."""
-        name = request.fields.id if request.operation.name == "/sessions" else None
-        if isinstance(name, str) and outcome.lost is not None:
+        name = request.new_session if request.operation.name in ("/sessions", "/open_session") else None
+        if name is not None and outcome.lost is not None:
             self.sessions.may_have(member.url, name)
 
     async def _wait(self, client: Client, deadline: float, since: int, *, polls: bool) -> bool:
