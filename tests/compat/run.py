@@ -1,8 +1,13 @@
 """Runs unmodified clients against real servers of this project, and writes docs/compatibility.md: `make test-compat`.
 
+Each client talks to a server, and to `verl-server router` in front of servers, in the same run (`--through`).
+
 Each file of `environments` pins the packages of one environment, `.venv-compat-NAME`, which is made again when the file
 changes. The tests in `clients` that belong to an environment run inside it, and start servers with the interpreter that
 runs this module. The page has the last whole run of each environment.
+
+SGLang's kits take longest, so they run through the router only, whose bytes are those of the server
+(`tests/fleet/test_bytes.py`). `--only kits --through server` runs them without it.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ TESTS = {
     "frameworks": (
         "test_sglang_adapter.py",
         "test_verl.py",
+        "test_verl_attached.py",
         "test_slime.py",
         "test_trl.py",
         "test_router.py",
@@ -46,18 +52,23 @@ INTRODUCTION = """<!-- Written by `make test-compat`. -->
 
 # Compatibility
 
-Unmodified clients against a real server of this project, with a tiny random model on the CPU. Each row is a test that
-checks the answers' contents, not only their status codes. `make test-compat` ran it and wrote this page; packages are
-pinned in [tests/compat/environments](../tests/compat/environments).
+Unmodified clients against a real server of this project, with a tiny random model on the CPU, and against
+[the router](router.md) in front of two such servers. Each row is a test that checks the answers' contents, not only
+their status codes. `make test-compat` ran it and wrote this page; packages are pinned in
+[tests/compat/environments](../tests/compat/environments).
+"""
+NOT_ROUTED = """
+Not run through the router:
 """
 KITS = """
 ## SGLang's own tests
 
-The tests that SGLang {version} ships for its server (`sglang/test/kits` of its wheel), unmodified, against a server
+The tests that SGLang {version} ships for its server (`sglang/test/kits` of its wheel), unmodified, against {served}
 with SmolLM2-135M-Instruct on the CPU: {passed} of {total} pass. The table names each of the others with the reason.
 [The suite](../tests/compat/clients/test_sglang_kits.py) fails if one of them fails otherwise, or passes where the
 outcome does not depend on what this small model samples. It took {minutes:.1f} minutes on two cores.
 """
+SERVED = {"server": "a server", "router": "the router in front of a server"}
 
 
 def main() -> int:
@@ -94,8 +105,10 @@ def main() -> int:
         began = time.monotonic()
         code, results[name] = run_tests(tests, python, settings, options.pytest, _MOST_SECONDS)
         print(f"{name}: {len(results[name])} tests in {time.monotonic() - began:.0f} s", flush=True)
+        for line in not_routed(results[name]):
+            print(f"not through the router: {line.removeprefix('- ')}", flush=True)
         codes.append(code)
-        if not options.test and not options.pytest:
+        if not (options.test or options.pytest or options.through):
             results_file(name).write_text(json.dumps(results[name]), encoding="utf-8")
     written = {name: results_file(name) for name in TESTS}
     if all(file.exists() for file in written.values()):
@@ -155,11 +168,23 @@ def run_tests(
 
 def page(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return the text of docs/compatibility.md."""
-    lines = [INTRODUCTION, "| client | version | exercised | result |", "|---|---|---|---|"]
-    for name, records in results.items():
-        if name != "kits":
-            lines += [row(r["client"], r["version"], r["exercised"], r["result"]) for r in records]
+    records = [record for name, of_name in results.items() if name != "kits" for record in of_name]
+    routed = {(record["client"], record["exercised"]): record for record in records if record["way"] == "router"}
+    head = ("client", "version", "exercised", "with a server", "through the router")
+    lines = [INTRODUCTION, row(*head), "|" + "---|" * len(head)]
+    for record in records:
+        if record["way"] != "router":
+            through = routed.get((record["client"], record["exercised"]), {"result": "-"})
+            cells = [record[name] for name in ("client", "version", "exercised", "result")]
+            lines.append(row(*cells, through["result"]))
+    lines += [NOT_ROUTED, *not_routed(records)]
     return "\n".join([*lines, *kits_table(results["kits"])]) + "\n"
+
+
+def not_routed(records: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each client that cannot talk to the router, with the reason."""
+    reasons = {record["client"]: record["not_routed"] for record in records if record["not_routed"]}
+    return [f"- {client}: {reason}." for client, reason in reasons.items()]
 
 
 def kits_table(records: list[dict[str, Any]]) -> list[str]:
@@ -174,6 +199,7 @@ def kits_table(records: list[dict[str, Any]]) -> list[str]:
     lines = [
         KITS.format(
             version=records[0]["version"],
+            served=SERVED[records[0]["way"]],
             passed=passed,
             total=len(records),
             minutes=sum(record["seconds"] for record in records) / 60,

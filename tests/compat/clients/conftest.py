@@ -25,12 +25,12 @@ import pytest
 SETTINGS: dict[str, Any] = json.loads(os.environ.get("VERL_SERVER_COMPAT", "{}"))
 WAYS = ("server", "router")
 """What a client talks to: a server, or the router in front of servers."""
-_LAUNCHES = "the client launches its server and pushes weights to it, and weights do not pass through the router"
+_LAUNCHES = "it launches its server and pushes weights to it, and weights do not pass through the router"
 NOT_ROUTED = {
     "test_sglang_adapter.py": _LAUNCHES,
-    "test_verl.py": _LAUNCHES,
+    "test_verl.py": f"{_LAUNCHES}; an adapter that does neither is in the table",
     "test_slime.py": _LAUNCHES,
-    "test_router.py": "sglang-router is a router itself, which has the place of ours",
+    "test_router.py": "it is a router itself, which has the place of ours",
 }
 """File -> why its clients cannot talk to the router."""
 _ROUTED_SERVERS = 2
@@ -131,7 +131,11 @@ def start_router(servers: list[Server], key: str | None) -> Server:
 @pytest.fixture(scope="session")
 def way(request: pytest.FixtureRequest) -> str:
     """Which of `WAYS` a test runs. Tests of `unittest`'s classes run one for the whole session: they take no values."""
-    return str(getattr(request, "param", SETTINGS["ways"][-1]))
+    return str(getattr(request, "param", _session_way()))
+
+
+def _session_way() -> str:
+    return str(SETTINGS["ways"][-1])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -183,9 +187,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             exercised = f"{case.cls.__name__}.{item.name}"
         else:
             exercised = inspect.getdoc(case.function) or item.name
-        way, others = None, []
+        way, others = _session_way(), []
         if hasattr(item, "callspec"):
-            way = item.callspec.params.get("way")
+            way = item.callspec.params.get("way", way)
             others = [part for part in item.callspec.id.split("-") if part != way]
         if others:
             exercised += f" ({'-'.join(others)})"
