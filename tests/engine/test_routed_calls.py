@@ -255,13 +255,35 @@ def test_a_transaction_begins_on_all_servers_or_on_none(servers: list[Server], e
     assert [len(received(server, EndWeightUpdateReq)) for server in servers] == [1, 1, 0]
 
 
-def test_a_server_that_dies_in_a_transaction_is_left_out_of_it(servers: list[Server], engine: RoutedEngine) -> None:
-    engine.update_weights_from_tensor(TENSORS, weight_version="1")
+def test_a_server_that_misses_a_call_of_a_transaction_is_left_out_of_it(
+    servers: list[Server], engine: RoutedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights would be incomplete at the end. The transaction on it ends with its lease."""
+    send = HttpServerEngineAdapter.send_update
+
+    def away(self: HttpServerEngineAdapter, *args: Any) -> Any:
+        if self.url == servers[1].url:
+            raise ServerUnavailableError("not now")
+        return send(self, *args)
+
     engine.begin_weight_update("t")
-    servers[1].restart()
+    monkeypatch.setattr(HttpServerEngineAdapter, "send_update", away)
+    engine.update_weights_from_tensor(TENSORS)
+    monkeypatch.undo()
     engine.update_weights_from_tensor(TENSORS)
     engine.end_weight_update(weight_version="2")
-    assert not received(servers[1], UpdateWeightsFromTensorReq) and not received(servers[1], EndWeightUpdateReq)
+    assert [len(received(server, UpdateWeightsFromTensorReq)) for server in servers] == [2, 0, 2]
+    assert [len(received(server, EndWeightUpdateReq)) for server in servers] == [1, 0, 1]
+
+
+def test_a_transaction_that_no_server_has_any_more_is_left(servers: list[Server], engine: RoutedEngine) -> None:
+    engine.begin_weight_update("t")
+    for server in servers:
+        server.restart()
+    with pytest.raises(ServerRestartedError):
+        engine.update_weights_from_tensor(TENSORS)
+    engine.update_weights_from_tensor(TENSORS, weight_version="2")
+    assert versions(servers) == ["2"] * 3
 
 
 def test_pauses_reach_all_servers(servers: list[Server], engine: RoutedEngine) -> None:

@@ -293,6 +293,8 @@ class RoutedCalls(RestartableServer):
             return self._on_all(what, act)
         outcomes = self._servers.each(self._taking_part, what, act)
         self._taking_part = [url for url in self._taking_part if url not in outcomes.left_out]
+        if not self._taking_part:
+            self._transaction = None  # no server has it any more
         error = outcomes.error(what, self._served)
         if error is None:
             return outcomes.done
