@@ -29,8 +29,11 @@ from verl_server.messages.io_struct import ControlReply, QueuedReq
 from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
     UnregisterWeightsReq,
     UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
 )
 
 TENSORS = [(f"w{i}", torch.ones(2)) for i in range(PARAMETERS)]
@@ -286,13 +289,19 @@ def test_a_transaction_that_no_server_has_any_more_is_left(servers: list[Server]
     assert versions(servers) == ["2"] * 3
 
 
-def test_pauses_reach_all_servers(servers: list[Server], engine: RoutedEngine) -> None:
+def test_pauses_and_releases_reach_all_servers(servers: list[Server], engine: RoutedEngine) -> None:
     engine.pause_generation("in_place")
     engine.continue_generation()
     assert engine.flush_cache()
+    engine.release_memory_occupation(["kv_cache"])
+    engine.resume_memory_occupation(["kv_cache"])
+    engine.update_weight_version("a label")
     for server in servers:
         assert [req.mode for req in received(server, io.PauseGenerationReq)] == ["in_place"]
-        assert len(received(server, io.ContinueGenerationReq)) == len(received(server, io.FlushCacheReq)) == 1
+        for kind in (io.ContinueGenerationReq, io.FlushCacheReq, UpdateWeightVersionReq):
+            assert len(received(server, kind)) == 1, kind
+        for kind in (ReleaseMemoryOccupationReq, ResumeMemoryOccupationReq):
+            assert [req.tags for req in received(server, kind)] == [["kv_cache"]], kind
 
 
 def test_checksums_that_differ_are_an_error(servers: list[Server], engine: RoutedEngine) -> None:
