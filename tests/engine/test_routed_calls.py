@@ -29,8 +29,11 @@ from verl_server.messages.io_struct import ControlReply, QueuedReq
 from verl_server.messages.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
     UnregisterWeightsReq,
     UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
 )
 
 TENSORS = [(f"w{i}", torch.ones(2)) for i in range(PARAMETERS)]
@@ -255,22 +258,50 @@ def test_a_transaction_begins_on_all_servers_or_on_none(servers: list[Server], e
     assert [len(received(server, EndWeightUpdateReq)) for server in servers] == [1, 1, 0]
 
 
-def test_a_server_that_dies_in_a_transaction_is_left_out_of_it(servers: list[Server], engine: RoutedEngine) -> None:
-    engine.update_weights_from_tensor(TENSORS, weight_version="1")
+def test_a_server_that_misses_a_call_of_a_transaction_is_left_out_of_it(
+    servers: list[Server], engine: RoutedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights would be incomplete at the end. The transaction on it ends with its lease."""
+    send = HttpServerEngineAdapter.send_update
+
+    def away(self: HttpServerEngineAdapter, *args: Any) -> Any:
+        if self.url == servers[1].url:
+            raise ServerUnavailableError("not now")
+        return send(self, *args)
+
     engine.begin_weight_update("t")
-    servers[1].restart()
+    monkeypatch.setattr(HttpServerEngineAdapter, "send_update", away)
+    engine.update_weights_from_tensor(TENSORS)
+    monkeypatch.undo()
     engine.update_weights_from_tensor(TENSORS)
     engine.end_weight_update(weight_version="2")
-    assert not received(servers[1], UpdateWeightsFromTensorReq) and not received(servers[1], EndWeightUpdateReq)
+    assert [len(received(server, UpdateWeightsFromTensorReq)) for server in servers] == [2, 0, 2]
+    assert [len(received(server, EndWeightUpdateReq)) for server in servers] == [1, 0, 1]
 
 
-def test_pauses_reach_all_servers(servers: list[Server], engine: RoutedEngine) -> None:
+def test_a_transaction_that_no_server_has_any_more_is_left(servers: list[Server], engine: RoutedEngine) -> None:
+    engine.begin_weight_update("t")
+    for server in servers:
+        server.restart()
+    with pytest.raises(ServerRestartedError):
+        engine.update_weights_from_tensor(TENSORS)
+    engine.update_weights_from_tensor(TENSORS, weight_version="2")
+    assert versions(servers) == ["2"] * 3
+
+
+def test_pauses_and_releases_reach_all_servers(servers: list[Server], engine: RoutedEngine) -> None:
     engine.pause_generation("in_place")
     engine.continue_generation()
     assert engine.flush_cache()
+    engine.release_memory_occupation(["kv_cache"])
+    engine.resume_memory_occupation(["kv_cache"])
+    engine.update_weight_version("a label")
     for server in servers:
         assert [req.mode for req in received(server, io.PauseGenerationReq)] == ["in_place"]
-        assert len(received(server, io.ContinueGenerationReq)) == len(received(server, io.FlushCacheReq)) == 1
+        for kind in (io.ContinueGenerationReq, io.FlushCacheReq, UpdateWeightVersionReq):
+            assert len(received(server, kind)) == 1, kind
+        for kind in (ReleaseMemoryOccupationReq, ResumeMemoryOccupationReq):
+            assert [req.tags for req in received(server, kind)] == [["kv_cache"]], kind
 
 
 def test_checksums_that_differ_are_an_error(servers: list[Server], engine: RoutedEngine) -> None:
@@ -314,12 +345,12 @@ def test_lost_and_the_wait_for_a_healthy_server(
     monkeypatch.setattr("verl_server.engine.routed._REPORT_SECONDS", 0.0)
     engine.update_weights_from_tensor(TENSORS, weight_version="1@5f2c9a1e")
     assert engine.lost() is engine.lost("1@5f2c9a1e") is engine.lost(">=1@5f2c9a1e") is None
-    assert "can serve version '2@5f2c9a1e'" in str(engine.lost("2@5f2c9a1e"))
+    assert "no server for version '2@5f2c9a1e'" in str(engine.lost("2@5f2c9a1e"))
     with pytest.raises(ServerRestartedError, match="No server was healed within 0 s"):
         asyncio.run(engine.async_wait_until_healed(0.0, "2@5f2c9a1e"))
     for server in servers:
         router.states[server.url] = "stale"
-    assert "can serve requests" in str(engine.lost())
+    assert "no server for requests" in str(engine.lost())
     with pytest.raises(ServerUnavailableError):
         engine.generate("a", FOUR)
     router.stop()

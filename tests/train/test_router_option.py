@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.fake_router import FakeRouter
 from tests.engine.router_process import RouterProcess
+from tests.train import test_agent_grpo
 from tests.train.test_train_command import NOWHERE, SETTINGS
 from tests.waiting import eventually
 from verl_server.errors import BadRequestError
+from verl_server.ipc.child_process import ChildProcess
+from verl_server.rollout.environments.env_server import EnvServer
 from verl_server.rollout.server_check import routed_servers
 from verl_server.server_args import ServerArgs
 from verl_server.train import async_grpo, grpo
 from verl_server.train.options import TrainArgs
 
+GAME = {"numbers": 3, "guesses": 3}
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
 
@@ -86,3 +92,34 @@ def test_a_run_trains_through_a_router(
     report = router.report()
     assert report["committed"] is not None and report["committed"] == report["servers"][0]["weight_version"]
     assert sum(report["placements"].values()) > 0, "episodes play through the router"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_an_agent_of_a_run_plays_through_a_router(
+    chat_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The agent has the router's address and the key of its session. The owner's keys are the trainer's."""
+    keys = {"api_key": "the-api-key-of-this-test", "admin_api_key": "the-admin-key-of-this-test"}
+    files = []
+    for name, key in keys.items():
+        (tmp_path / name).write_text(key)
+        files += [f"--server.{name.replace('_', '-')}-file", str(tmp_path / name)]
+    small: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.1}
+    out = tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        server_args = ServerArgs(model_path=str(chat_folder), port=0, log_level="warning", **keys, **small)
+        server = ChildProcess("server", "verl_server.server.launch", {"server_args": server_args.to_json()})
+        stack.callback(server.terminate)
+        url = server.wait_ready(120)["url"]
+        options = ["--server-api-key-file", str(tmp_path / "api_key")]
+        router = stack.enter_context(RouterProcess([url], tmp_path, *options))
+        assert eventually(lambda: router.is_healthy(1)), router.report()
+        game = stack.enter_context(EnvServer("verl_server.rollout.environments.games:GuessNumber", kwargs=GAME))
+        command = ["--model-path", str(chat_folder), "--out", str(out), "--steps", "2", *SETTINGS[1:]]
+        command += ["--agent", f"{test_agent_grpo.__file__}:guess", "--env-url", game.url, "--router", router.url]
+        assert grpo.main([*command, *files]) == 0, capfd.readouterr().err
+        placements = router.report()["placements"]
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(m["trajectories"], m["failed"]) for m in metrics] == [(24, 0)] * 2
+    assert sum(placements.values()) > 0

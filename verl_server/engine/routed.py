@@ -293,6 +293,8 @@ class RoutedCalls(RestartableServer):
             return self._on_all(what, act)
         outcomes = self._servers.each(self._taking_part, what, act)
         self._taking_part = [url for url in self._taking_part if url not in outcomes.left_out]
+        if not self._taking_part:
+            self._transaction = None  # no server has it any more
         error = outcomes.error(what, self._served)
         if error is None:
             return outcomes.done
@@ -378,10 +380,11 @@ class RoutedCalls(RestartableServer):
             await asyncio.sleep(RESTART_POLL)
 
     def _info_of_a_server(self) -> ServerInfo:
-        """Return the information of a healthy server; if none is healthy, of one that answers directly."""
-        if self.fleet().lost() is None:
+        """Return the information of a server, through the router. If it has none that may answer, ask one directly."""
+        try:
             return self.get_server_info()
-        return next(iter(self._on_all("attach", lambda server: server.get_server_info()).values()))
+        except (ServerDiedError, ServerUnavailableError):
+            return next(iter(self._on_all("attach", lambda server: server.get_server_info()).values()))
 
     def _close_registrations(self) -> None:
         registrations = self._end_pushes()

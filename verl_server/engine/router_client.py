@@ -7,7 +7,6 @@ at once, also while no server is healthy. A server that is no router answers 404
 from __future__ import annotations
 
 import logging
-from typing import Literal
 
 import msgspec
 
@@ -29,7 +28,10 @@ class ServerReport(msgspec.Struct, frozen=True):
     """One server of a fleet, as the router saw it last (about a second ago)."""
 
     url: str
-    state: Literal["starting", "stale", "healthy", "suspect", "dead", "retired"]
+    state: str
+    """starting, healthy, stale, suspect, dead or retired (docs/router.md)."""
+    reason: str | None = None
+    """Why it is not healthy."""
     instance_id: str | None = None
     weight_version: str | None = None
     weights_confirmed: bool = False
@@ -54,10 +56,11 @@ class FleetReport(msgspec.Struct, frozen=True):
         healthy = [server for server in self.servers if server.state == "healthy"]
         if any(version is None or satisfies(server.weight_version, version) for server in healthy):
             return None
-        states = ", ".join(f"{server.url} is {server.state} ({server.weight_version})" for server in self.servers)
-        return (
-            f"No server of the router can serve {'requests' if version is None else f'version {version!r}'}: {states}."
+        states = " ".join(
+            f"{server.url} is {server.state} with version {server.weight_version!r}. {server.reason or ''}".strip()
+            for server in self.servers
         )
+        return f"The router has no server for {'requests' if version is None else f'version {version!r}'}. {states}"
 
 
 class RouterClient:

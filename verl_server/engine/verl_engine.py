@@ -89,7 +89,7 @@ class VerlEngine(NoAdapters):
 
         With `server_url`, no server is launched. Rank 0 attaches to the server at this URL, which runs on the host of
         the ranks, with `api_key` and `admin_api_key`. Other settings belong to the server and raise BadRequestError
-        here.
+        here. The URL may be a router's: pushes then reach each of its servers directly (`RoutedCalls`).
 
         `rank_timeout` is the number of seconds that a rank waits, in any call, for a rank that has not made the call
         yet.
