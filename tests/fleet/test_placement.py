@@ -54,8 +54,8 @@ def test_equal_servers_take_turns() -> None:
 @pytest.mark.parametrize("header", ["x_smg_routing_key", "x_session_id"])
 @pytest.mark.parametrize(
     ("loads", "reason"),
-    [((0, 0), "conversation"), ((190, 0), "conversation"), ((210, 0), "spilled"), ((440, 300), "conversation"),
-     ((490, 300), "conversation"), ((510, 300), "spilled")],
+    [((0, 0), "conversation"), ((390, 0), "conversation"), ((410, 0), "spilled"), ((690, 300), "conversation"),
+     ((710, 300), "spilled"), ((1400, 950), "conversation"), ((1430, 950), "spilled")],
 )  # fmt: skip
 def test_a_conversation_stays_until_its_server_has_much_more_work(
     header: str, loads: tuple[int, int], reason: str

@@ -61,7 +61,8 @@ class RouterArgs:
     healthy_after: int = 2
     """Successful looks in a row after which a dead server counts again. A suspect one needs one."""
     spill_margin: float = 0.2
-    """Share of a cache. A request leaves its cache if more tokens than that, and 1.5 times the least, are in flight."""
+    """Share of a cache. A request leaves its cache if more tokens than that, and 1.5 times the least, are in flight.
+    A conversation leaves it at twice the share."""
     max_request_bytes: int = 64 * 2**20
     """Most bytes of a request. The router holds a request until a server has answered it, to repeat it elsewhere."""
     max_held_bytes: int = 4 * 2**30

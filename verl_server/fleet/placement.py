@@ -22,6 +22,10 @@ REASONS = ("conversation", "prefix", "load", "spilled", "key")
 """Why a server was chosen: it has the conversation; it has the beginning of the prompt; it has the least work; it has
 the least work, and the server with the cache has too much; an Idempotency-Key chose it."""
 _SPILL_RATIO = 1.5
+_CONVERSATION_MARGIN = 2.0
+"""A conversation that moves leaves its whole cache behind, so its margin is larger than that of a new prompt."""
+_BEGINNING_MARGIN = 0.25
+"""A beginning that many prompts share is soon in each cache, and then no reason to prefer one of them."""
 _LEAST_SHARE = 0.5
 """Share of a prompt's blocks that a server must have seen to be preferred."""
 _MOST_NAMES = 200_000
@@ -87,18 +91,22 @@ class Placement:
         hint = request.hint
         at = by_url.get(self._hints.get(hint) or "") if hint is not None else None
         if at is not None:
-            return (least, "spilled") if self._is_overloaded(at, least) else (at, "conversation")
-        known = self.prefixes.known(request.blocks) if request.operation.generates else {}
-        found = [member for member in candidates if known.get(member.url, 0) >= _LEAST_SHARE * len(request.blocks) > 0]
+            is_overloaded = self._is_overloaded(at, least, _CONVERSATION_MARGIN * self._margin)
+            return (least, "spilled") if is_overloaded else (at, "conversation")
+        blocks = request.blocks if request.operation.generates else []
+        known = self.prefixes.known(blocks)
+        found = [member for member in candidates if known.get(member.url, 0) >= _LEAST_SHARE * len(blocks) > 0]
         if not found:
             return least, "load"
-        free = [member for member in found if not self._is_overloaded(member, least)]
+        continues = self.prefixes.continues(blocks, max(known.values()))
+        margin = self._margin if continues else _BEGINNING_MARGIN * self._margin
+        free = [member for member in found if not self._is_overloaded(member, least, margin)]
         if not free:
             return least, "spilled"
         return max(free, key=lambda member: (known[member.url], -self._load(member))), "prefix"
 
-    def _is_overloaded(self, member: Member, least: Member) -> bool:
-        return self._load(member) > max(_SPILL_RATIO * self._load(least), self._load(least) + self._margin)
+    def _is_overloaded(self, member: Member, least: Member, margin: float) -> bool:
+        return self._load(member) > max(_SPILL_RATIO * self._load(least), self._load(least) + margin)
 
     def _load(self, member: Member) -> float:
         return member.load + _SESSION_TOKENS * self._expected[member.url] / member.capacity

@@ -60,6 +60,8 @@ class PrefixIndex:
         self._most = most_hashes
         self._servers: OrderedDict[int, dict[str, int]] = OrderedDict()
         """Hash -> name of each server that saw it -> the server's epoch at that time."""
+        self._ends: set[int] = set()
+        """Hashes of the last blocks of prompts."""
         self._epochs: dict[str, int] = {}
 
     def known(self, blocks: Sequence[int]) -> dict[str, int]:
@@ -77,14 +79,23 @@ class PrefixIndex:
             counts.update(dict.fromkeys(present, count))
         return counts
 
+    def continues(self, blocks: Sequence[int], count: int) -> bool:
+        """Return True if the first `count` blocks are a whole prompt: this one repeats it or goes on with it.
+
+        False: it shares a beginning with others, such as a prompt of the system.
+        """
+        return count > 0 and blocks[count - 1] in self._ends
+
     def add(self, blocks: Sequence[int], server: str) -> None:
         """Note that a server computes these blocks."""
         epoch = self._epochs.get(server, 0)
         for block in blocks:
             self._servers.setdefault(block, {})[server] = epoch
             self._servers.move_to_end(block)
+        if blocks:
+            self._ends.add(blocks[-1])
         while len(self._servers) > self._most:
-            self._servers.popitem(last=False)
+            self._ends.discard(self._servers.popitem(last=False)[0])
 
     def forget(self, server: str) -> None:
         """Note that a server's cache is of no use any more: it was started again, or has other weights."""

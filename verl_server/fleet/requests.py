@@ -43,8 +43,9 @@ _NAMED = re.compile(
 _DISCARD_SECONDS = 1.0
 _PARAMS = b'"session_params"'
 _PARAMS_VALUE = re.compile(rb"\s*:\s*(\{[^{}]{0,4096}\})")
-_BYTES_OF_A_TOKEN = 4
-"""Bytes of a prompt for each token, roughly: 3 to 5 in English text, 4 to 7 as decimal ids, 4 as packed ids."""
+_BYTES_OF_A_TOKEN, _BYTES_OF_AN_ID = 4, 6
+"""Bytes of a prompt for each token, roughly: 3 to 5 in English text, and 4 as packed ids; 5 to 8 as decimal ids."""
+_DECIMAL_IDS = re.compile(rb'"(?:input_ids|token_ids|prompt_token_ids|prompt)"\s*:\s*\[+\s*[0-9]')
 _OUTPUT_TOKENS = 256
 """Tokens of an output, of which nothing is known in advance."""
 
@@ -192,7 +193,9 @@ class RoutedRequest:
     @cached_property
     def tokens(self) -> int:
         """Estimate of the tokens that the request takes."""
-        return (self.packed or len(self.body)) // _BYTES_OF_A_TOKEN + _OUTPUT_TOKENS
+        is_ids = not self.packed and _DECIMAL_IDS.search(self.body, 0, _ENDS) is not None
+        size = _BYTES_OF_AN_ID if is_ids else _BYTES_OF_A_TOKEN
+        return (self.packed or len(self.body)) // size + _OUTPUT_TOKENS
 
     def _text(self, header: str) -> str | None:
         """Return the value of a header. Labels in headers are percent-encoded."""
