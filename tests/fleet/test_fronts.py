@@ -118,10 +118,11 @@ def test_sglang_sessions_without_keys(keyless: list[Server]) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("key", [None, "wrong", API, ADMIN])
-def test_the_servers_judge_keys_that_pass(keyed: list[Server], key: str | None) -> None:
+def test_the_servers_judge_keys_that_pass(keyed: list[Server], key: str | None, host: str) -> None:
     async def scenario() -> None:
-        async with routed(keyed, API) as fleet:
+        async with routed(keyed, API, host=host, allow_unauthenticated=True) as fleet:
             headers = {} if key is None else {"x-api-key": key}
             is_owner, is_admin = key in (API, ADMIN), key == ADMIN
             assert (await fleet.post("/generate", {"text": "a"}, headers=headers)).status_code == (
@@ -131,6 +132,8 @@ def test_the_servers_judge_keys_that_pass(keyed: list[Server], key: str | None) 
             assert (await fleet.post("/continue_generation", headers=headers)).status_code == (200 if is_admin else 401)
             aborted = await fleet.post("/abort_request", {"abort_all": True}, headers=headers)
             assert aborted.status_code == (200 if is_admin else 401)
+            created = await fleet.post("/sessions", {}, headers=headers)
+            assert created.status_code == (201 if is_owner else 401)
             named = await fleet.post("/abort_request", {"rid": "nobody"}, headers=headers)
             assert named.status_code == (200 if is_owner else 401)
 
