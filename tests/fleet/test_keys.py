@@ -134,7 +134,8 @@ def test_a_router_beyond_loopback_opens_no_session_without_a_key(tmp_path: Path)
     rules = keys(tmp_path, host="0.0.0.0")
     with pytest.raises(ForbiddenError, match="loopback only"):
         rules.caller(scope(), operation("local_owner"), None)
-    assert rules.caller(scope("k"), operation("local_owner"), None).attached is None
+    for access in ("control", "owner", "local_owner"):
+        assert rules.caller(scope("k"), operation(access), None) == Caller(None), "the servers check the key"
     assert rules.caller(scope(), operation("key"), None).is_foreign
 
 

@@ -44,22 +44,24 @@ WAYS = ["header", "x-api-key", "path", "name", "params", "packed", "large"]
 
 async def turn(fleet: Running, way: str, name: str, key: str) -> Any:
     """Generate in a session, which the request names in one of several ways."""
+    chat = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
     match way:
         case "header":
-            return await fleet.post("/v1/chat/completions", headers={"authorization": f"Bearer {key}"})
+            return await fleet.post("/v1/chat/completions", chat, headers={"authorization": f"Bearer {key}"})
         case "x-api-key":
-            return await fleet.post("/v1/messages", headers={"x-api-key": key})
+            return await fleet.post("/v1/messages", chat, headers={"x-api-key": key})
         case "path":
-            return await fleet.post(f"/s/{key}/v1/chat/completions")
+            return await fleet.post(f"/s/{key}/v1/chat/completions", chat)
         case "name":
-            return await fleet.post("/generate", headers=named(name))
+            return await fleet.post("/generate", {"text": "a"}, headers=named(name))
         case "packed":
-            ids = struct.pack("<600i", *range(600))
+            ids = struct.pack("<60i", *range(60))
             body = ids + json.dumps({"session_params": {"id": name}}).encode()
             return await fleet.post("/generate", body, headers=OWNER | {"x-verl-prompt-bytes": str(len(ids))})
         case _:
-            prompt = "x" * (3 * 2**20 if way == "large" else 1)
-            body = {"text": prompt, "session_params": {"id": name}, "sampling_params": {"stop": "y" * 70_000}}
+            body: dict[str, Any] = {"text": "a", "session_params": {"id": name}}
+            if way == "large":  # the name is neither at the beginning nor at the end
+                body |= {"text": "a" * 3 * 2**20, "sampling_params": {"stop": "b" * 70_000}}
             return await fleet.post("/generate", body, headers=OWNER)
 
 

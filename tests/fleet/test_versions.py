@@ -161,6 +161,12 @@ SCENARIOS: dict[str, list[Step]] = {
         Step("1' 1'", "1'", "ab", names=["a", "b"]),
         Step("2' 1'", "2'", "a", names=["a", "b"], commit="2'"),
     ],
+    "the largest part is no majority": [
+        Step("5 5 5 5 5", "5", "abcde", names=list("abcde")),
+        Step("5 x 5 5 y", "5", "acd", names=list("abcde")),
+        Step(". . 1' 1' y", "5", "", names=list("abcde")),
+        Step(". . 1' 1' 1'", "1'", "cde", names=list("abcde")),
+    ],
     "one server": [
         Step("5", "5", "a", names=["a"]),
         Step("6", "6", "a", names=["a"]),

@@ -63,7 +63,8 @@ class RouterKeys:
             is_own_host = is_loopback(self._host)
             if access == "local_owner" and not is_own_host and not sent:
                 raise ForbiddenError("Sessions without a key exist on a router that listens on loopback only.")
-            return Caller(None, not is_own_host or page_refusal(scope, self._host) is not None)
+            may_be_foreign = access == "key" and (not is_own_host or page_refusal(scope, self._host) is not None)
+            return Caller(None, may_be_foreign)
         of_session = {key for key in sent if key.startswith(KEY_PREFIX.encode()) and not self._is_own(key)}
         if path_key is not None or of_session:
             return self._in_session(scope, operation, access, path_key, of_session)
