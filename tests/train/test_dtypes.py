@@ -11,7 +11,7 @@ import torch
 from tests.train.test_train_command import SETTINGS, lines
 from verl_server.errors import BadRequestError
 from verl_server.server_args import ServerArgs
-from verl_server.train import grpo, run
+from verl_server.train import grpo, run, run_servers
 from verl_server.train.dtypes import check_dtypes, passes_dtype, served_dtype
 from verl_server.train.options import TrainArgs
 
@@ -59,11 +59,11 @@ def test_a_launched_server_gets_the_dtype_of_the_passes(
     def launch(*_: Any, **settings: Any) -> Any:
         raise Launched(settings["dtype"])
 
-    monkeypatch.setattr(run, "launch_engine", launch)
+    monkeypatch.setattr(run_servers, "launch_engine", launch)
     args = TrainArgs(model_path="m", env_url="http://e", server=ServerArgs(model_path="", dtype=set_dtype))
     with (
         pytest.raises(Launched, match=launched),
-        run._serving(args, torch.device("cuda"), torch.bfloat16, None),  # type: ignore[arg-type]
+        run_servers.serving(args, torch.device("cuda"), torch.bfloat16, None),  # type: ignore[arg-type]
     ):
         pass
 

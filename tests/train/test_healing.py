@@ -30,7 +30,7 @@ from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTa
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.server_args import ServerArgs
-from verl_server.train import run as run_module
+from verl_server.train import run_servers
 from verl_server.train.grpo import GRPO, PolicyTrainer, main
 from verl_server.train.policy import load_policy
 from verl_server.train.ranks import all_ranks, attach_engine
@@ -95,7 +95,7 @@ def share_of_even(episode: AgentEpisode) -> float:
 def test_sessions_of_an_agent_go_on_when_the_server_was_launched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    launch = run_module.launch_engine
+    launch = run_servers.launch_engine
 
     def noted(*arguments: Any, **settings: Any) -> VerlEngine:
         engine = launch(*arguments, **settings)
@@ -103,7 +103,7 @@ def test_sessions_of_an_agent_go_on_when_the_server_was_launched_again(
         monkeypatch.setenv(PID, str(engine.engine.pid))
         return engine
 
-    monkeypatch.setattr(run_module, "launch_engine", noted)
+    monkeypatch.setattr(run_servers, "launch_engine", noted)
     folder = make_model_folder(tmp_path / "chat", "qwen3", init_std=0.2, max_position_embeddings=2048)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"seed": 0, "input": "go"}\n')

@@ -22,16 +22,13 @@ obeyed at the next rollout, which it interrupts. A second signal ends the proces
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import secrets
-import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,18 +41,15 @@ import torch.distributed as dist
 from verl_server import lora
 from verl_server._version import __version__
 from verl_server.engine.rank_group import RankGroup
-from verl_server.engine.router_client import RouterClient
-from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import UnansweredError, VerlServerError
 from verl_server.files.command_options import parse_options
 from verl_server.files.model_folder import config_folder, load_tokenizer
 from verl_server.files.run_output import settings_of
 from verl_server.rollout.agent_loop import Rollout
-from verl_server.rollout.server_check import check_server, routed_servers
 from verl_server.rollout.trajectory import Trajectory
 from verl_server.train.checkpoint_writer import CheckpointWriter, SavedRun
 from verl_server.train.checkpoints import check_fits
-from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
+from verl_server.train.dtypes import check_dtype_options, dtype_name
 from verl_server.train.evaluation import Evaluated, Evaluations, OnEvaluated
 from verl_server.train.forks import fork_checkpoint
 from verl_server.train.held_out import HeldOut
@@ -63,12 +57,13 @@ from verl_server.train.metrics import StepMetrics, describe_step
 from verl_server.train.options import TrainArgs
 from verl_server.train.players import Prepared, check_environments, prepare
 from verl_server.train.policy import Policy, load_policy, save_policy
-from verl_server.train.ranks import SaveGroup, all_ranks, attach_engine, launch_engine, setup_ranks
+from verl_server.train.ranks import SaveGroup, all_ranks, setup_ranks
 from verl_server.train.reference import Reference, load_reference
 from verl_server.train.rollout_report import Failure, count_errors
 from verl_server.train.run_advisor import RunAdvisor, check_names
 from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
 from verl_server.train.run_folder import RunFolder
+from verl_server.train.run_servers import check_servers, router_of, serving, with_routed_servers
 from verl_server.train.run_settings import run_settings
 from verl_server.train.run_writer import GIB, RunWriter
 from verl_server.train.servers import RolloutServers
@@ -181,10 +176,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
     dtype = check_dtype_options(args)
     device = setup_ranks(args.device, args.rank_timeout)
     ranks = all_ranks(args.rank_timeout)
-    if args.router is not None:
-        router, given = args.router, args.server_urls
-        urls = ranks.call("routed_servers", lambda _: list(routed_servers(router, given)))
-        args = dataclasses.replace(args, server_urls=tuple(urls))
+    args = with_routed_servers(args, ranks)
     incarnation = ranks.call("incarnation", lambda _: new_incarnation())
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         logging.getLogger("verl_server.train").setLevel(logging.ERROR)
@@ -199,7 +191,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
         config_folder(args.model_path, setting="--model-path")
         tokenizer = load_tokenizer(args.model_path, "--model-path")
         prepared = prepare(args)
-        ranks.call("check_servers", lambda _: _check_servers(args))
+        ranks.call("check_servers", lambda _: check_servers(args))
         ranks.call("check_environments", lambda _: check_environments(args, prepared))
         policy = load_policy(
             args.model_path,
@@ -214,7 +206,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
         beside, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
         with (
             RunEnd(stop, final, device) as end,
-            _serving(args, device, dtype, ranks) as (engines, urls, keys),
+            serving(args, device, dtype, ranks) as (engines, urls, keys),
             contextlib.ExitStack() as stack,
         ):
             # With two dtypes, the bounds are those of the coarsest one.
@@ -229,7 +221,7 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
                 stop=stop,
                 note=files.note,
                 mode=args.update_mode(),
-                router=_router_of(args, stack),
+                router=router_of(args, stack),
             )
             parts = RunParts(
                 policy, device, servers, urls, keys, prepared, files, ranks, stop, advisor, incarnation, reference
@@ -296,64 +288,6 @@ def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_ste
     else:
         name = Path(checkpoint).name
         files.begin(RunResumed(ranks=ranks, version=__version__, next_step=next_step, checkpoint=name, advises=True))
-
-
-def _router_of(args: TrainArgs, stack: contextlib.ExitStack) -> RouterClient | None:
-    """Return a client of the run's router, which ends with `stack`."""
-    if args.router is None:
-        return None
-    key = args.server.admin_api_key or args.server.api_key
-    return stack.enter_context(contextlib.closing(RouterClient.at(args.router, key)))
-
-
-def _keys_of_servers(args: TrainArgs) -> tuple[str | None, str | None]:
-    """Return (API key, admin key) for running servers. Behind a router, the API key may be the router's own."""
-    api_key, admin_key = args.server.api_key, args.server.admin_api_key
-    return (None if args.router is not None and admin_key is not None else api_key), admin_key
-
-
-def _check_servers(args: TrainArgs) -> None:
-    option = "--server" if args.router is None else f"--router {args.router}, server"
-    for url in args.server_urls:
-        check_server(url, *_keys_of_servers(args), option=option)
-
-
-@contextlib.contextmanager
-def _serving(
-    args: TrainArgs, device: torch.device, dtype: torch.dtype, ranks: RankGroup
-) -> Iterator[tuple[list[VerlEngine], list[str], list[str | None]]]:
-    """Launch a rollout server, or attach to those that run. Yield (engines, URLs for episodes, API key for each URL).
-
-    The servers compute in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
-    because its routes would else be open to the agent, and it stores the agent's sessions, which a server that is
-    launched again in this start of the run continues.
-    """
-    settings = args.server_settings
-    with contextlib.ExitStack() as stack:
-        if args.attaches:
-            keys, urls = _keys_of_servers(args), args.server_urls
-            engines = [stack.enter_context(attach_engine(url, *keys, rank_timeout=args.rank_timeout)) for url in urls]
-        else:
-            if args.agent is not None:
-                settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
-                if "session_store" not in settings:
-                    settings["session_store"] = ranks.call("sessions", lambda _: _empty_store(args.out))
-            settings.setdefault("dtype", dtype_name(dtype))
-            launched = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
-            engines = [stack.enter_context(launched)]
-        for engine in engines:
-            where = f"The server at {engine.url}"
-            check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
-        places = [str(engine.url) for engine in engines] if args.router is None else [args.router]
-        key, is_agent = settings.get("api_key"), args.agent is not None
-        yield engines, places, [key or (e.admin_api_key if is_agent else None) for e in engines[: len(places)]]
-
-
-def _empty_store(out: Path) -> str:
-    """Return the folder of a launched server's sessions, without those that a killed start left: they play again."""
-    store = out / "sessions"
-    shutil.rmtree(store, ignore_errors=True)
-    return str(store)
 
 
 def _run_steps(
