@@ -29,7 +29,7 @@ test: $(STAMP)  ## what a change must pass: CPU only, no network, no downloads
 test-all: $(STAMP)  ## what make test leaves out: full fuzz depth, every fault, soak
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m exhaustive $(ARGS)
 
-test-compat: $(STAMP)  ## unmodified clients of other projects against our server; writes docs/compatibility.md
+test-compat: $(STAMP)  ## unmodified clients of other projects, with a server and through the router; writes docs/compatibility.md
 	$(BIN)/python -m tests.compat.run $(ARGS)
 
 test-verl: .venv-verl/.installed  ## real servers inside verl on a local Ray, on the CPU, with fake GPUs
