@@ -183,6 +183,26 @@ def test_large_bodies_arrive_whole() -> None:
     run(main())
 
 
+def test_a_server_that_was_started_again_between_two_looks_serves_nothing() -> None:
+    """It refuses by the run that the router names, so that no request is answered with weights that it loaded."""
+
+    async def main() -> None:
+        first, second = RawServer(), RawServer()
+        async with live(first, second, probe_interval=60.0, hold_seconds=0.5) as router:
+            first.instance, first.confirmed = "run2", False
+            for _ in range(4):
+                assert (await ask(router.url, json={})).text == f"127.0.0.1:{second.port}"
+            second.instance, second.confirmed = "run3", False
+            assert (await ask(router.url, json={})).status_code == 503
+            await router.until_states(State.STALE, State.STALE)
+            first.confirmed = True
+            assert (await ask(router.url, "/fleet/commit", json={"weight_version": first.version})).status_code == 200
+            assert (await ask(router.url, json={})).text == f"127.0.0.1:{first.port}"
+        assert not [call for call in second.calls if call.headers["x-verl-expected-instance"] != "run1"]
+
+    run(main())
+
+
 # -- what is looked at -------------------------------------------------------------------------------------------
 
 
