@@ -96,7 +96,8 @@ class RawServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self._writers.append(writer)
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        ends = asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
+        with contextlib.suppress(*ends):
             while not writer.is_closing():
                 await self._one(reader, writer)
         writer.close()
