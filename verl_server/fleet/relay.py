@@ -96,6 +96,8 @@ class Client:
         self._watch: asyncio.Task[None] | None = None
         self._later = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, self._begin)
         self._on_left: Callable[[], None] | None = None
+        self.on_begun: Callable[[], None] = lambda: None
+        """Called when the client gets the first byte of an answer: the request is not repeated any more."""
         self.since = 0.0
         """When the whole request had arrived, by the router's clock."""
         self.held = 0.0
@@ -175,13 +177,15 @@ class Relay:
                 headers = self.returned(exchange.headers, member)
                 return Outcome(refusal=Refusal(exchange.status, headers, body, error.decode("latin-1")))
             data = await exchange.read()
+            if changes := self._may_change_sessions(request, exchange):
+                data += await exchange.whole(_MOST_REFUSAL)
         except ServerDiedError as error:
             return Outcome(lost=error)
         except asyncio.CancelledError:  # the time that a router has for its end is over
             raise ServerStoppingError("The router is stopping. Repeat the request.") from None
-        if request.operation.access in ("owner", "local_owner") and request.method != "GET" and exchange.status < 300:
-            data += await self._rest(exchange)
+        if changes:
             self.on_answer(request, member, data)
+        client.on_begun()
         if self.metrics is not None:
             self.metrics.answered(exchange.status, "server")
         await client.send(
@@ -225,8 +229,10 @@ class Relay:
             data, rest = error_event(request.operation, failed), b""
         await send({"type": "http.response.body", "body": data + rest, "more_body": False})
 
-    async def _rest(self, exchange: Exchange) -> bytes:
-        return await exchange.whole(_MOST_REFUSAL)
+    @staticmethod
+    def _may_change_sessions(request: RoutedRequest, exchange: Exchange) -> bool:
+        is_owners = request.operation.access in ("owner", "local_owner")
+        return is_owners and request.method != "GET" and exchange.status < 300
 
     def sent(self, request: RoutedRequest) -> Headers:
         """Return the headers of a request as a server gets them."""
