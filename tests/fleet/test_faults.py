@@ -399,3 +399,24 @@ def test_the_router_ends_streams_that_outlast_its_end_with_an_error() -> None:
                 writer.close()
 
     run(main())
+
+
+def test_a_client_that_does_not_read_does_not_delay_the_end() -> None:
+    async def main() -> None:
+        async def streams(call: Call) -> None:
+            await call.send(STREAM_HEAD)
+            while True:
+                await call.send(chunk(EVENT * 4096))
+
+        server = RawServer(streams)
+        async with live(server, graceful=1) as router:
+            _, writer = await router.connect(post("/generate"))
+            await router.until(lambda: router.server.server_state.tasks)
+            await router.until(lambda: any(c.flow.write_paused for c in router.server.server_state.connections))
+            tasks = list(router.server.server_state.tasks)
+            for task in tasks:
+                task.cancel()  # as the event loop does at its end
+            assert not (await asyncio.wait(tasks, timeout=5))[1]
+            writer.close()
+
+    run(main())

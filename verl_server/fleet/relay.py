@@ -8,6 +8,7 @@ first byte ends with an error event of its dialect, and any other answer by clos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ _NOT_SENT = frozenset(
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _NOT_RETURNED = frozenset([b"connection", b"keep-alive", b"transfer-encoding", INSTANCE])
 _MOST_REFUSAL = 1024 * 1024
+_LAST_SECONDS = 1.0
+"""Seconds for the last event of a stream when the router ends."""
 _UNWATCHED_SECONDS = 0.02
 """Seconds after which the router looks whether the client has left."""
 
@@ -226,7 +229,11 @@ class Relay:
             if not is_stream:
                 return  # uvicorn closes the connection, because the answer has no end
             failed = ServerDiedError(f"{who} ended in the middle of the stream. Repeat the request. ({error})")
-            data, rest = error_event(request.operation, failed), b""
+            last = {"type": "http.response.body", "body": error_event(request.operation, failed), "more_body": False}
+            with contextlib.suppress(TimeoutError):  # a client that reads nothing must not delay the router's end
+                async with asyncio.timeout(_LAST_SECONDS if is_stopping else None):
+                    await send(last)
+            return
         await send({"type": "http.response.body", "body": data + rest, "more_body": False})
 
     @staticmethod
