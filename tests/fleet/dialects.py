@@ -85,7 +85,7 @@ DIALECTS = [
     ),
 ]
 _LAST = {"/v1/messages": "message_stop", "/v1/responses": "response.incomplete"}
-"""Path -> type of the event that ends a whole stream, where this is not `[DONE]`."""
+"""Path -> type of the event that ends a whole stream, where this is not `[DONE]` because all events are typed."""
 
 
 class Stream:
@@ -121,7 +121,7 @@ class Stream:
         assert self.error is None, f"an event after the error: {data}"
         if "error" in content:
             self.error = content
-            assert (self._name == "error") is (self.dialect.path == "/v1/messages")
+            assert (self._name == "error") is (self.dialect.path in _LAST)
             return
         self.is_whole = content.get("type") == _LAST.get(self.dialect.path, "")
         self.events.append(content)

@@ -65,6 +65,7 @@ class RawServer:
     """Answers each request that is no look. The connection stays open for the next request, if it is."""
     version: str = "1@00000001"
     instance: str = "run1"
+    confirmed: bool = True
     reads_bodies: bool = True
     look: Callable[[], Awaitable[None]] | None = None
     """Called in each look after the server has taken its version for the answer."""
@@ -95,7 +96,8 @@ class RawServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self._writers.append(writer)
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        ends = asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
+        with contextlib.suppress(*ends):
             while not writer.is_closing():
                 await self._one(reader, writer)
         writer.close()
@@ -110,7 +112,7 @@ class RawServer:
         call = Call(method, path, headers, body, reader, writer)
         if path == "/weight_version":
             self.looks += 1
-            told = {"weight_version": self.version, "instance_id": self.instance, "weights_confirmed": True}
+            told = {"weight_version": self.version, "instance_id": self.instance, "weights_confirmed": self.confirmed}
             if self.look is not None:
                 await self.look()
             await call.send(whole(json.dumps(told).encode()))

@@ -98,6 +98,11 @@ class _Process:
         assert self._process is not None
         self._process.send_signal(number)
 
+    def ended(self) -> int:
+        """Wait for the end of the process, and return its exit status."""
+        assert self._process is not None
+        return self._process.wait(30)
+
     def kill(self) -> None:
         """End the process by SIGKILL. Its children end by themselves."""
         if self.is_running:

@@ -194,6 +194,19 @@ def demand(fleet: Fleet, header: str, label: str) -> dict[str, Any]:
     return found
 
 
+def test_the_router_that_is_asked_to_end_ends_its_streams_first(fleet: Fleet) -> None:
+    fleet.heal()
+    running = Running(fleet, DIALECTS[0], "any", is_stream=True)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(running.run)
+        assert eventually(lambda: running.has_begun)
+        fleet.router.signal(signal.SIGTERM)
+        assert len(result.result(30)) == LONG
+        assert running.stream is not None and running.stream.is_whole
+        assert fleet.router.ended() == 0
+    fleet.heal()
+
+
 # -- in the middle of generation and of sessions -------------------------------------------------------------------
 
 

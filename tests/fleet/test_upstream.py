@@ -13,6 +13,8 @@ import pytest
 from tests.fleet.fakes import run
 from tests.fleet.raw import LAST_CHUNK, STREAM_HEAD, Call, RawServer, chunk, whole
 from verl_server.errors import ServerDiedError
+from verl_server.fleet.members import Fleet
+from verl_server.fleet.options import RouterArgs
 from verl_server.fleet.upstream import Connection, Exchange, Upstream
 
 
@@ -218,3 +220,9 @@ def test_reading_stops_while_nobody_takes_the_content() -> None:
         exchange.close()
 
     with_server(streams, act)
+
+
+def test_servers_with_https_are_spoken_to_in_tls() -> None:
+    for url, is_tls in (("https://localhost:1", True), ("http://localhost:1", False)):
+        (member,) = Fleet(RouterArgs(server=(url,))).members
+        assert (member.upstream._tls is not None) is is_tls

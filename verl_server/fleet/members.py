@@ -393,7 +393,9 @@ class Fleet:
         """Read the tokens in flight once in an interval. The scheduler answers, which a long step delays: the figures
         then stay what they were, and nothing else follows from it."""
         while True:
-            if member.report is not None:
+            if member.report is None:
+                await _is_set(self._looked, self.args.probe_interval)
+            else:
                 try:
                     status, body, _ = await self._get(member, b"/server_info")
                     if status == 200:
@@ -402,7 +404,7 @@ class Fleet:
                     pass
                 except Exception:  # the figures are of an unknown form
                     logger.exception("/server_info of %s cannot be read.", member.url)
-            await asyncio.sleep(self.args.probe_interval)
+                await asyncio.sleep(self.args.probe_interval)
 
     def _take_info(self, member: Member, info: dict[str, Any]) -> None:
         scheduler = info.get("scheduler_info") or {}

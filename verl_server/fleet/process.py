@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import uvloop
 
@@ -43,12 +45,26 @@ def serve(args: RouterArgs, on_ready: Callable[[str], None]) -> None:
         runner.run(_run(args, keys, sock, max(limit - DESCRIPTOR_SLACK, limit // 2) // 2, lambda: on_ready(url)))
 
 
+class _Server(GuardedServer):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """End the server by SIGTERM and Ctrl-C. uvicorn's own way raises the signal again, which ends the process."""
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
 async def _run(
     args: RouterArgs, keys: RouterKeys, sock: socket.socket, limit: int, on_started: Callable[[], None]
 ) -> None:
     fleet = Fleet(args, keys.of_router)
     router = Router(fleet, keys, server_operations())
-    server = GuardedServer(
+    server = _Server(
         router,
         limit,
         log_level="warning",

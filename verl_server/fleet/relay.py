@@ -8,6 +8,7 @@ first byte ends with an error event of its dialect, and any other answer by clos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ _NOT_SENT = frozenset(
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _NOT_RETURNED = frozenset([b"connection", b"keep-alive", b"transfer-encoding", INSTANCE])
 _MOST_REFUSAL = 1024 * 1024
+_LAST_SECONDS = 1.0
+"""Seconds for the last event of a stream when the router ends."""
 _UNWATCHED_SECONDS = 0.02
 """Seconds after which the router looks whether the client has left."""
 
@@ -96,6 +99,8 @@ class Client:
         self._watch: asyncio.Task[None] | None = None
         self._later = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, self._begin)
         self._on_left: Callable[[], None] | None = None
+        self.on_begun: Callable[[], None] = lambda: None
+        """Called when the client gets the first byte of an answer: the request is not repeated any more."""
         self.since = 0.0
         """When the whole request had arrived, by the router's clock."""
         self.held = 0.0
@@ -175,13 +180,15 @@ class Relay:
                 headers = self.returned(exchange.headers, member)
                 return Outcome(refusal=Refusal(exchange.status, headers, body, error.decode("latin-1")))
             data = await exchange.read()
+            if changes := self._may_change_sessions(request, exchange):
+                data += await exchange.whole(_MOST_REFUSAL)
         except ServerDiedError as error:
             return Outcome(lost=error)
         except asyncio.CancelledError:  # the time that a router has for its end is over
             raise ServerStoppingError("The router is stopping. Repeat the request.") from None
-        if request.operation.access in ("owner", "local_owner") and request.method != "GET" and exchange.status < 300:
-            data += await self._rest(exchange)
+        if changes:
             self.on_answer(request, member, data)
+        client.on_begun()
         if self.metrics is not None:
             self.metrics.answered(exchange.status, "server")
         await client.send(
@@ -222,11 +229,17 @@ class Relay:
             if not is_stream:
                 return  # uvicorn closes the connection, because the answer has no end
             failed = ServerDiedError(f"{who} ended in the middle of the stream. Repeat the request. ({error})")
-            data, rest = error_event(request.operation, failed), b""
+            last = {"type": "http.response.body", "body": error_event(request.operation, failed), "more_body": False}
+            with contextlib.suppress(TimeoutError):  # a client that reads nothing must not delay the router's end
+                async with asyncio.timeout(_LAST_SECONDS if is_stopping else None):
+                    await send(last)
+            return
         await send({"type": "http.response.body", "body": data + rest, "more_body": False})
 
-    async def _rest(self, exchange: Exchange) -> bytes:
-        return await exchange.whole(_MOST_REFUSAL)
+    @staticmethod
+    def _may_change_sessions(request: RoutedRequest, exchange: Exchange) -> bool:
+        is_owners = request.operation.access in ("owner", "local_owner")
+        return is_owners and request.method != "GET" and exchange.status < 300
 
     def sent(self, request: RoutedRequest) -> Headers:
         """Return the headers of a request as a server gets them."""

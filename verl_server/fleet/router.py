@@ -138,10 +138,17 @@ class Router:
         client = Client(receive, send)
         client.since = self._clock()
         self._held += len(body)
+        del body
+
+        def release() -> None:
+            self._held -= len(request.body)
+            request.body = b""
+
+        client.on_begun = release
         try:
             await self._dispatch(request, client)
         finally:
-            self._held -= len(body)
+            release()
             client.close()
 
     async def _dispatch(self, request: RoutedRequest, client: Client) -> None:
