@@ -16,8 +16,8 @@ streams     `--streams` streams at once, by turns to the first server itself and
             same round. Goal: 0.97. `router_cpu_us` is the processor time of the router and its children for each output
             token, `server_cpu_us` that of the server's process that answers HTTP. `client_cpu_share` is that of the
             busiest client process: near 1, the clients were the limit.
-scaling     `--streams` streams to the first server itself, and as many for each server through a router in front of
-            all. Goal: 0.95 of the number of servers.
+scaling     `--streams` streams to the first server itself, as many for each server through a router in front of all,
+            and as many to each server itself ("each"). Goal: 0.95 of the number of servers.
 agents      Agents with growing histories (`benchmarks.agents`) play against one server itself, and through a router in
             front of all, with the name of the conversation in each request (`hint`) and without. `agents_hits` is the
             number of prompt tokens that came from a prefix cache, as a share of those that an earlier turn of the same
@@ -57,7 +57,7 @@ from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.stream_load import Received, run_streams
 from verl_server import HttpServerEngineAdapter
 
-RunStreams = Callable[[str, list[bytes]], Received]
+RunStreams = Callable[[Sequence[str], list[bytes]], Received]
 """Sends the bodies, one stream each, to an address."""
 PARTS = ("latency", "streams", "scaling", "agents", "push")
 _MOST_ADDED_MS, _LEAST_STREAMS, _LEAST_SCALING, _LEAST_HITS = 0.5, 0.97, 0.95, 0.95
@@ -100,7 +100,8 @@ class Benchmark:
     def scaling(self) -> None:
         count, streams = len(self._servers), self._args.streams
         one, every = self._stream_bodies(streams), self._stream_bodies(streams * count)
-        with self._fronts(self._urls) as fronts:
+        with self._fronts(self._urls) as routers:
+            fronts = [*routers, Front("each", self._urls[0], self._servers[0].pid or 0)]
             bodies = {front.name: one if front.name == "direct" else every for front in fronts}
             self._compare("scaling", _LEAST_SCALING * count, fronts, bodies)
 
@@ -128,7 +129,7 @@ class Benchmark:
         """Return (tokens/s, microseconds of the front's processor time for each token, other figures) of a round."""
         server = self._servers[0].pid or 0
         before, served = front.cpu_seconds(), cpu_seconds(server)
-        received = run(front.url, bodies)
+        received = run(self._urls if front.name == "each" else [front.url], bodies)
         spent, served = front.cpu_seconds() - before, cpu_seconds(server) - served
         if received.tokens != len(bodies) * self._args.output_len:
             raise RuntimeError(f"{front.name} sent {received.tokens} tokens in {len(bodies)} streams.")
@@ -197,7 +198,7 @@ class Benchmark:
             waiting = [pool.submit(os.getpid) for _ in range(count)]
             started.wait(_START_SECONDS)
             wait(waiting)
-            yield lambda url, bodies: run_streams(pool, count, url, bodies)
+            yield lambda urls, bodies: run_streams(pool, count, urls, bodies)
 
     def _stream_bodies(self, count: int) -> list[bytes]:
         return [self._body(self._args.short_prompt, self._args.output_len, stream=True) for _ in range(count)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -57,14 +58,15 @@ class Received:
         return self.end - self.start
 
 
-def run_streams(pool: ProcessPoolExecutor, clients: int, url: str, bodies: list[bytes]) -> Received:
+def run_streams(pool: ProcessPoolExecutor, clients: int, urls: Sequence[str], bodies: list[bytes]) -> Received:
     """Send all bodies at the same time, and return what was received when the last stream has ended.
 
-    `pool` has at least `clients` processes. Raises RuntimeError if a stream does not end with the end of its answer.
+    `pool` has at least `clients` processes, which take the addresses by turns. Raises RuntimeError if a stream does not end with the end of its answer.
     """
     start = time.monotonic() + 0.3 + len(bodies) / 300  # in which the clients connect
     parts = [part for i in range(clients) if (part := bodies[i::clients])]
-    every = list(pool.map(run_client, [StreamLoad(url, part, start) for part in parts]))
+    loads = [StreamLoad(urls[i % len(urls)], part, start) for i, part in enumerate(parts)]
+    every = list(pool.map(run_client, loads))
     return Received(
         tokens=sum(each.tokens for each in every),
         chunks=sum(each.chunks for each in every),

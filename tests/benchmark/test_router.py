@@ -77,7 +77,7 @@ def scripted() -> Iterator[Any]:
 
 def run(url: str, streams: int) -> stream_load.Received:
     with ThreadPoolExecutor(1) as pool:  # stands for the processes of the clients
-        return stream_load.run_streams(pool, 1, url, [b"{}"] * streams)  # type: ignore[arg-type]
+        return stream_load.run_streams(pool, 1, [url], [b"{}"] * streams)  # type: ignore[arg-type]
 
 
 def test_streams_are_counted_by_their_last_event(scripted: Any) -> None:
