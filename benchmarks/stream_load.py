@@ -61,7 +61,8 @@ class Received:
 def run_streams(pool: ProcessPoolExecutor, clients: int, urls: Sequence[str], bodies: list[bytes]) -> Received:
     """Send all bodies at the same time, and return what was received when the last stream has ended.
 
-    `pool` has at least `clients` processes, which take the addresses by turns. Raises RuntimeError if a stream does not end with the end of its answer.
+    `pool` has at least `clients` processes, which take the addresses by turns. Raises RuntimeError if a stream does not
+    end with the end of its answer.
     """
     start = time.monotonic() + 0.3 + len(bodies) / 300  # in which the clients connect
     parts = [part for i in range(clients) if (part := bodies[i::clients])]
