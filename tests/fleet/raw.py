@@ -176,6 +176,7 @@ async def live(*servers: RawServer, graceful: int = 1, **options: Any) -> AsyncI
             await found.until(lambda: guarded.started)
             await found.until_states(*[State.HEALTHY] * len(servers))
             await found.until(lambda: all(member.info for member in fleet.members))
+            await fleet.look_now()  # so that nothing changes any more
             yield found
         finally:
             guarded.should_exit = guarded.force_exit = True

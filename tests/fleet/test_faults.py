@@ -234,6 +234,30 @@ def test_requests_that_wait_cost_few_looks_and_no_attempts() -> None:
     run(main())
 
 
+def test_a_turn_waits_for_the_version_that_its_session_demands() -> None:
+    """The router does not know the demand of a session. Its server refuses the turn by it."""
+
+    async def main() -> None:
+        async def behind(call: Call) -> None:
+            if call.method == "POST" and server.version == "1@00000001":
+                await call.send(whole(b"{}", b"409 Conflict", b"X-Verl-Error: VersionBehindError\r\n"))
+            else:
+                await says_its_name(call)
+
+        server = RawServer(behind)
+        async with live(server, RawServer()) as router:
+            path = f"/s/vs-{'a' * 43}/v1/chat/completions"
+            turns = [asyncio.ensure_future(ask(router.url, path, json={})) for _ in range(10)]
+            await router.until(lambda: len([call for call in server.calls if call.method == "POST"]) == 10)
+            looks = server.looks
+            await router.until(lambda: server.looks > looks + 5)
+            assert len([call for call in server.calls if call.method == "POST"]) == 10
+            server.version = "2@00000001"
+            assert {answer.status_code for answer in await asyncio.gather(*turns)} == {200}
+
+    run(main())
+
+
 def test_a_push_is_declared_while_an_older_look_is_under_way() -> None:
     async def main() -> None:
         async def slow() -> None:

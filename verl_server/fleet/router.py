@@ -229,7 +229,8 @@ class Router:
                     )
                 if outcome.refusal is not None and outcome.refusal.error not in (*_NOT_NOW, _RESTARTED, _BEHIND):
                     break
-            may_change_unseen = member.takes_turns and member.is_confirmed
+            is_behind = last is not None and last.error == _BEHIND
+            may_change_unseen = member.takes_turns and member.is_confirmed and not is_behind
             if not await self._wait(client, deadline, since, polls=may_change_unseen):
                 break
         await self._refuse(
