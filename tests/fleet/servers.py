@@ -179,6 +179,20 @@ class Fleet:
         with HttpServerEngineAdapter.attach(server.url, KEY, ADMIN_KEY) as engine:
             engine.update_weights_from_tensor(tensors, weight_version=version(number))
 
+    def begin_push(self, server: Server, number: int) -> Callable[[], None]:
+        """Push one half of the weights, which keeps the server from generating. Return what pushes the other half."""
+        tensors = [(name, tensor * (1 + 0.02 * number)) for name, tensor in self._weights.items()]
+        engine = HttpServerEngineAdapter.attach(server.url, KEY, ADMIN_KEY)
+        self._stack.callback(engine.shutdown)
+        engine.begin_weight_update()
+        engine.update_weights_from_tensor(tensors[::2])
+
+        def finish() -> None:
+            engine.update_weights_from_tensor(tensors[1::2])
+            engine.end_weight_update(weight_version=version(number))
+
+        return finish
+
     def commit(self, number: int) -> None:
         body = {"weight_version": version(number)}
         self.client.post("/fleet/commit", json=body).raise_for_status()

@@ -100,6 +100,8 @@ class Phase:
     pushed: int
     """Number of servers that have the new version when something is killed."""
     is_committed: bool = False
+    is_half: bool = False
+    """Another server has half of the weights."""
 
     def __str__(self) -> str:
         return self.name
@@ -108,6 +110,7 @@ class Phase:
 PHASES = [
     Phase("one server has the version", 1),
     Phase("before the push", 0),
+    Phase("in the push to a server", 0, is_half=True),
     Phase("two servers have the version", 2),
     Phase("all servers have the version", 3),
     Phase("the push was declared", 3, is_committed=True),
@@ -115,7 +118,7 @@ PHASES = [
 
 
 def cases() -> list[Any]:
-    quick = {("a server", PHASES[0].name), ("the router", PHASES[2].name), ("two servers", PHASES[4].name)}
+    quick = {("a server", PHASES[0].name), ("the router", PHASES[3].name), ("two servers", PHASES[5].name)}
     return [
         pytest.param(
             kill,
@@ -145,14 +148,18 @@ def test_a_push_that_is_disturbed(fleet: Fleet, kill: Kill, phase: Phase) -> Non
             fleet.push(server, fleet.number)
         if phase.is_committed:
             fleet.commit(fleet.number)
+        finish = fleet.begin_push(fleet.servers[0], fleet.number) if phase.is_half else None
         gone = kill(fleet, fleet.servers[0])
         killed = time.monotonic()
         alive = [server for server in fleet.servers if server not in gone]
-        first = traffic.wait_for(4)
-        assert time.monotonic() - killed < SETTLE_SECONDS, "the others go on"
-        assert {reply.server for reply in first} <= {server.url for server in alive}
+        if finish is None or fleet.servers[0] in gone:
+            first = traffic.wait_for(4)
+            assert time.monotonic() - killed < SETTLE_SECONDS, "the others go on"
+            assert {reply.server for reply in first} <= {server.url for server in alive}
 
         # The trainer ends its push, without the servers that are gone.
+        if finish is not None and fleet.servers[0] in alive:
+            finish()
         for server in alive:
             fleet.push(server, fleet.number)
         fleet.commit(fleet.number)
@@ -173,6 +180,8 @@ def test_a_push_that_is_disturbed(fleet: Fleet, kill: Kill, phase: Phase) -> Non
         for reply in traffic.wait_for(20):
             assert reply.server not in {server.url for server in behind}
             assert reply.version == new
+        if finish is not None and kill.is_pause:
+            finish()
         for server in back:
             fleet.push(server, fleet.number)
         fleet.until_healthy()
