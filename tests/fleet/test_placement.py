@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from verl_server.fleet.members import Member
 from verl_server.fleet.operations import RoutedOperation
 from verl_server.fleet.placement import Placement, rendezvous
 from verl_server.fleet.requests import RoutedRequest
-from verl_server.fleet.upstream import Upstream
+from verl_server.fleet.upstream import Connection, Upstream
 
 URLS = [f"http://server{number}:1" for number in range(3)]
 
@@ -203,6 +205,32 @@ def test_small_caches_are_used_as_one_large_one() -> None:
     large = play(work, 1, 80_000, hints=False)
     for hints in (True, False):
         assert play(work, 2, 40_000, hints=hints).hit >= 0.95 * large.hit
+
+
+def test_many_requests_at_once_spread_before_a_connection_is_open() -> None:
+    async def scenario() -> None:
+        async with running(FakeServer(), FakeServer(), probe_interval=60.0) as fleet:
+            are_placed = asyncio.Event()
+            for member in fleet.fleet.members:
+                member.upstream.close("so that connections must be opened")
+                member.upstream._open = opened_after(are_placed, member.upstream._open)  # type: ignore[method-assign]
+            fleet.fleet.members[0].reported_tokens = 1
+            asked = [asyncio.ensure_future(fleet.post("/generate", {"text": f"prompt {n}"})) for n in range(40)]
+            while fleet.router.placement.counts.total() < 40:
+                await asyncio.sleep(0)
+            are_placed.set()
+            counts = Counter(map(fleet.at, await asyncio.gather(*asked)))
+            assert min(counts[0], counts[1]) >= 15
+
+    run(scenario())
+
+
+def opened_after(event: asyncio.Event, open_one: Callable[[], Awaitable[Connection]]) -> Any:
+    async def opened() -> Connection:
+        await event.wait()
+        return await open_one()
+
+    return opened
 
 
 def test_weights_that_change_end_what_is_known_of_a_cache() -> None:

@@ -152,13 +152,20 @@ class Relay:
 
     async def attempt(self, request: RoutedRequest, member: Member, client: Client) -> Outcome:
         """Send the request to a member, and hand its answer on."""
+        tokens = request.tokens
+        member.began(tokens)  # before a connection is opened: many requests at once are placed meanwhile
+        try:
+            return await self._attempt(request, member, client)
+        finally:
+            member.ended(tokens)
+
+    async def _attempt(self, request: RoutedRequest, member: Member, client: Client) -> Outcome:
         try:
             exchange = await member.upstream.send(
                 request.method, request.target, self._to(request, member), request.body
             )
         except UnreachableError as error:
             return Outcome(lost=error, was_sent=False)
-        member.began(request.tokens)
         client.when_left(lambda: exchange.abandon(ClientLeftError()))
         try:
             if client.has_left:
@@ -168,7 +175,6 @@ class Relay:
             return Outcome(delivered=True)
         finally:
             client.when_left(None)
-            member.ended(request.tokens)
             exchange.close()
 
     async def _answered(self, request: RoutedRequest, member: Member, exchange: Exchange, client: Client) -> Outcome:
