@@ -21,7 +21,7 @@ def test_one_server(capsys: pytest.CaptureFixture[str]) -> None:
     streams = ["--streams", "3", "--rounds", "1", "--output-len", "4"]
     router.main([*SMALL, "--servers", "1", "--requests", "3", "--long-prompt", "100", *streams])
     found = figures(capsys)
-    assert found["added_latency_ms"]["prompt_tokens"] == 100 and found["added_latency_ms"]["front"] == "router"
+    assert found["added_latency_ms"]["prompt_tokens"] == 100 and found["added_latency_ms"]["front"] == "tcp-relay"
     assert found["latency_ms"]["value"] > 0
     assert found["streams_ratio"]["value"] > 0 and found["streams_ratio"]["goal"] == 0.97
     assert found["streams_run"]["bytes"] > 0 and 0 < found["streams_run"]["client_cpu_share"] < 2
