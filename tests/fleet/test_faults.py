@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fleet.fakes import run
+from tests.fleet.fakes import FakeServer, run, running
 from tests.fleet.raw import LAST_CHUNK, STREAM_HEAD, Call, RawServer, chunk, live, post, says_its_name, whole
 from verl_server.fleet.members import State
+from verl_server.fleet.upstream import UnreachableError
 
 EVENT, NEXT = b'data: {"text":"a"}\n\n', b'data: {"text":"ab"}\n\n'
 OK = "ok"
@@ -230,6 +231,25 @@ def test_requests_that_wait_cost_few_looks_and_no_attempts() -> None:
             server.version = "2@00000001"
             answers = await asyncio.gather(*waiting)
             assert {answer.status_code for answer in answers} == {200}
+
+    run(main())
+
+
+def test_a_server_that_answers_looks_and_refuses_requests_is_not_stormed() -> None:
+    async def main() -> None:
+        async with running(FakeServer(), hold_seconds=1.0) as fleet:
+            upstream, attempts = fleet.fleet.members[0].upstream, list[str]()
+            send = upstream.send
+
+            async def refusing(method: str, target: bytes, headers: Any, body: bytes) -> Any:
+                if target != b"/generate":
+                    return await send(method, target, headers, body)
+                attempts.append(method)
+                raise UnreachableError("it accepts no connection")
+
+            upstream.send = refusing  # type: ignore[method-assign]
+            answer = await fleet.post("/generate", {"text": "a"})
+            assert answer.status_code == 503 and 2 <= len(attempts) <= 12
 
     run(main())
 

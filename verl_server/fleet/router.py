@@ -56,6 +56,8 @@ _NOT_NOW = frozenset((SessionUnavailableError.__name__, _STOPPING))
 """Refusals of a session's turn, of which nothing was done, and which the same server may accept later."""
 _MOST_LOSSES = 3
 """Servers that may be lost with a request in them. A request that ends servers must not end all of them."""
+_LOST_PAUSE = 0.1
+"""Seconds before the servers are tried again when none of them could be reached."""
 
 
 class Router:
@@ -271,6 +273,8 @@ class Router:
                 break  # all of them refuse it, for example because their queues are full
             if not await self._wait(client, deadline, since, polls=bool(tried) and not is_behind):
                 break
+            if lost is not None:  # a server that answers looks may still refuse connections
+                await client.first_of(asyncio.sleep(_LOST_PAUSE))
             tried.clear()
         message = (
             self._why_none(request) if lost is None else f"No server could be reached that may get the request. {lost}"
