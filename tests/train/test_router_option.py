@@ -22,6 +22,7 @@ from verl_server.rollout.server_check import routed_servers
 from verl_server.server_args import ServerArgs
 from verl_server.train import async_grpo, grpo
 from verl_server.train.options import TrainArgs
+from verl_server.train.run_servers import check_servers
 
 GAME = {"numbers": 3, "guesses": 3}
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"
@@ -54,6 +55,14 @@ def test_a_router_that_does_not_answer_or_is_none_is_refused(fake: FakeRouter, s
     fake.states |= {ONE: "retired", TWO: "retired"}
     with pytest.raises(BadRequestError, match="has no server"):
         routed_servers(fake.url)
+
+
+def test_a_server_of_the_router_that_does_not_answer_may_be_retired() -> None:
+    router = "http://127.0.0.1:9"
+    args = TrainArgs(model_path="x", env_url="http://127.0.0.1:8", router=router, server_urls=(ONE,))
+    with pytest.raises(BadRequestError) as refused:
+        check_servers(args)
+    assert f"curl {router}/fleet/retire" in str(refused.value) and f'{{"url": "{ONE}"}}' in str(refused.value)
 
 
 def test_settings_of_servers_that_run_already_are_refused() -> None:

@@ -18,6 +18,7 @@ import torch
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.router_client import RouterClient
 from verl_server.engine.verl_engine import VerlEngine
+from verl_server.errors import BadRequestError
 from verl_server.rollout.server_check import check_server, routed_servers
 from verl_server.train.dtypes import check_dtypes, dtype_name, served_dtype
 from verl_server.train.options import TrainArgs
@@ -38,7 +39,13 @@ def check_servers(args: TrainArgs) -> None:
     """Raise BadRequestError, with the option, if a running server of the run does not answer."""
     option = "--server" if args.router is None else f"--router {args.router}, server"
     for url in args.server_urls:
-        check_server(url, *_keys_of_servers(args), option=option)
+        try:
+            check_server(url, *_keys_of_servers(args), option=option)
+        except BadRequestError as error:
+            if args.router is None:
+                raise
+            retire = f"""curl {args.router}/fleet/retire -H 'content-type: application/json' -d '{{"url": "{url}"}}'"""
+            raise BadRequestError(f"{error} Or take the server out of the router: {retire}") from error
 
 
 def router_of(args: TrainArgs, stack: contextlib.ExitStack) -> RouterClient | None:
