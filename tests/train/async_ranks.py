@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         return playing[-2:]  # the newest first
 
     @contextlib.contextmanager
-    def serving(*_: Any) -> Iterator[tuple[list[Any], list[Any]]]:
-        yield [], []
+    def serving(*_: Any) -> Iterator[tuple[list[Any], list[str], list[None]]]:
+        yield [], [], []
 
     @contextlib.contextmanager
     def scripted(*_: Any) -> Iterator[ScriptedGroups]:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with contextlib.ExitStack() as patches:
         for owner, name, value in (
-            (run_module, "_serving", serving),
+            (run_module, "serving", serving),
             (run_module, "RolloutServers", lambda *_, **__: servers),
             (run_module, "check_environments", lambda *_: None),
             (async_grpo, "open_rollouts", scripted),

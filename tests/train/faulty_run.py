@@ -343,8 +343,8 @@ def main(arguments: Sequence[str]) -> int:
     player = Player(servers)
 
     @contextlib.contextmanager
-    def serving(*_: Any) -> Iterator[tuple[list[Any], None]]:
-        yield [], None
+    def serving(*_: Any) -> Iterator[tuple[list[Any], list[str], list[None]]]:
+        yield [], [], []
 
     @contextlib.contextmanager
     def playing(*_: Any) -> Iterator[Player]:
@@ -356,7 +356,7 @@ def main(arguments: Sequence[str]) -> int:
         def patch(owner: Any, name: str, value: Any) -> None:
             patches.enter_context(mock.patch.object(owner, name, value))
 
-        patch(run_module, "_serving", serving)
+        patch(run_module, "serving", serving)
         patch(grpo, "open_player", playing)
         patch(run_module, "RolloutServers", lambda *_, **__: servers)
         patch(run_module, "check_environments", lambda *_: None)
