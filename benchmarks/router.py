@@ -1,7 +1,7 @@
 """A router beside its servers, by turns on one machine: added latency, throughput, processor time, cache hits, pushes.
 
     python -m benchmarks.router --device cpu --servers 1 --streams 16
-    python -m benchmarks.router --device cuda --shape 0.6b --servers 1 --peer /tmp/sglang/bin/sglang-router
+    python -m benchmarks.router --device cuda --shape 0.6b --servers 1 --peer PATH/sglang-router
     python -m benchmarks.router --device cuda --shape 0.6b --servers 2 --parts scaling,agents,push
 
 Starts `--servers` servers, each on GPUs of its own, and for each part the routers that it compares: `verl-server

@@ -235,9 +235,11 @@ def test_requests_that_wait_cost_few_looks_and_no_attempts() -> None:
     run(main())
 
 
-def test_a_server_that_answers_looks_and_refuses_requests_is_not_stormed() -> None:
+@pytest.mark.parametrize("named", [{}, {"session_params": {"id": "s1"}}], ids=["any server", "a session's server"])
+def test_a_server_that_answers_looks_and_refuses_requests_is_not_stormed(named: dict[str, Any]) -> None:
     async def main() -> None:
         async with running(FakeServer(), hold_seconds=1.0) as fleet:
+            fleet.router.sessions.may_have(fleet.servers[0].url, "s1")
             upstream, attempts = fleet.fleet.members[0].upstream, list[str]()
             send = upstream.send
 
@@ -248,7 +250,7 @@ def test_a_server_that_answers_looks_and_refuses_requests_is_not_stormed() -> No
                 raise UnreachableError("it accepts no connection")
 
             upstream.send = refusing  # type: ignore[method-assign]
-            answer = await fleet.post("/generate", {"text": "a"})
+            answer = await fleet.post("/generate", {"text": "a"} | named)
             assert answer.status_code == 503 and 2 <= len(attempts) <= 12
 
     run(main())

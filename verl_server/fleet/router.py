@@ -216,6 +216,7 @@ class Router:
             raise SessionUnavailableError(f"The session lives on {url}, which the router does not serve any more.")
         deadline = self._clock() + self._args.hold_seconds
         last: Refusal | None = None
+        lost: ServerDiedError | None = None
         while not client.has_left:
             since = self._fleet.changes
             if member.takes_turns:
@@ -223,7 +224,7 @@ class Router:
                 if outcome.delivered:
                     return
                 self._note(member, outcome)
-                last = outcome.refusal or last
+                last, lost = outcome.refusal or last, outcome.lost
                 if outcome.lost is not None and outcome.was_sent:
                     raise SessionUnavailableError(
                         f"The server of the session broke the connection. It keeps the turn if it was complete: repeat "
@@ -235,6 +236,8 @@ class Router:
             may_change_unseen = member.takes_turns and member.is_confirmed and not is_behind
             if not await self._wait(client, deadline, since, polls=may_change_unseen):
                 break
+            if lost is not None:
+                await client.first_of(asyncio.sleep(_LOST_PAUSE))
         await self._refuse(
             client,
             last,
