@@ -39,7 +39,7 @@ class StreamLoad:
 
 @dataclass(frozen=True)
 class Received:
-    """What the streams of one client process, or of all, received."""
+    """Result of the streams of one client process, or of all client processes."""
 
     tokens: int
     """Output tokens."""

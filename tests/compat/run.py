@@ -45,7 +45,7 @@ TESTS = {
 }
 """Environment -> its tests, in the order of the page."""
 WAYS = ("server", "router")
-"""What the clients talk to: each test runs with a server, and through the router in front of servers."""
+"""Each test runs a client in these ways: directly with a server, and through the router."""
 _MOST_SECONDS = 1500.0
 """The longest time for the tests of an environment. The kits take 5 to 8 minutes, and twice that beside other work."""
 INTRODUCTION = """<!-- Written by `make test-compat`. -->

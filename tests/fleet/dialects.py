@@ -20,9 +20,9 @@ class Dialect:
     body: Callable[[int], dict[str, Any]]
     """Number of tokens -> body of a request for exactly as many."""
     said: Callable[[dict[str, Any]], Said]
-    """What an answer says."""
+    """Answer -> its token ids or its text."""
     heard: Callable[[list[dict[str, Any]]], Said]
-    """What events have said."""
+    """Events of a stream -> their token ids or their text, joined."""
 
     def __str__(self) -> str:
         return self.path

@@ -1,4 +1,4 @@
-"""What runs through the router while something is killed: short requests, new sessions, and talks in sessions."""
+"""Traffic through the router while a process is killed: short requests, new sessions, and turns of sessions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Talk:
     replies: list[list[int]] = field(default_factory=list)
     began: list[str | None] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
-    """What came before the answers."""
+    """Attempts that were answered with a retriable error before the answers."""
 
     @classmethod
     def on(cls, fleet: Fleet, server: str) -> Talk:

@@ -1,4 +1,4 @@
-"""What the router answers in a server's place: the errors of each dialect, and the events that end a broken stream."""
+"""The router's own errors have the shapes of each dialect, and so have the events that end a broken stream."""
 
 from __future__ import annotations
 

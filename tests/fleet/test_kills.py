@@ -36,7 +36,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @dataclass
 class Kill:
-    """Who is killed. The first server is the one that has what the case is about."""
+    """Processes that the case kills. The first server has the stream, turn or push of the case."""
 
     name: str
     servers: int = 0

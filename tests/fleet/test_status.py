@@ -1,4 +1,4 @@
-"""What the router answers itself: for programs, for people, for Prometheus, for operators."""
+"""The router answers /fleet, /metrics, /health, /ready and its own control routes itself."""
 
 from __future__ import annotations
 

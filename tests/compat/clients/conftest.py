@@ -24,7 +24,7 @@ import pytest
 
 SETTINGS: dict[str, Any] = json.loads(os.environ.get("VERL_SERVER_COMPAT", "{}"))
 WAYS = ("server", "router")
-"""What a client talks to: a server, or the router in front of servers."""
+"""Ways in which a test runs a client: directly with a server, or through the router."""
 _LAUNCHES = "it launches its server and pushes weights to it, and weights do not pass through the router"
 NOT_ROUTED = {
     "test_sglang_adapter.py": _LAUNCHES,
