@@ -1,1 +1,1 @@
-"""Recipes: how installed agent programs are started. One module each, with a `RECIPE`; docs/recipes.md says how to add one."""
+"""Recipes of installed agents: one module each, with a `RECIPE`. docs/recipes.md says how to add one."""
