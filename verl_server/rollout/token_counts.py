@@ -134,7 +134,7 @@ def count_tokens(branches: Sequence[Trajectory]) -> TokenCounts:
         once=counts["once"],
         repeatedly=counts["repeatedly"],
         never={reason: count for reason, count in never.items() if count},
-        branches=dict(Counter(_kinds(branches))),
+        branches=dict(Counter(branch_kinds(branches))),
         context=sum(len(t.tokens) - sum(t.trained_mask) for t in computed),
         shared=sum(t.shared for t in computed),
         unrecorded_turns=sum(t.unrecorded_turns or 0 for t in first.values()),
@@ -148,8 +148,8 @@ def branch_kind(t: Trajectory) -> str | None:
     return next((turn.began for turn in own), None)
 
 
-def _kinds(branches: Sequence[Trajectory]) -> list[str]:
-    """Return the kind of each branch."""
+def branch_kinds(branches: Sequence[Trajectory]) -> list[str]:
+    """Return the kind of each branch of an episode (`TokenCounts.branches`)."""
     is_known = any(turn.began is not None for t in branches for turn in t.turns)
     kinds: list[str] = []
     conversations: set[str] = set()
