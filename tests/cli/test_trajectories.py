@@ -107,6 +107,28 @@ def test_ends_are_counted_by_fault_and_replaced_episodes_by_themselves(
     assert "1-0 attempt 1 branch 0" in capsys.readouterr().out
 
 
+def test_an_agents_run_counts_how_often_its_tokens_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = {"observation": {}, "observation_span": [0, 1], "action_span": [1, 3], "began": "root"}
+    first = encoded(turns=[place], session="ses", reward=1.0, retry_tokens=4)
+    fork = encoded(turns=[place | {"began": "edited"}], session="ses", reward=1.0, branch=1, fork_of=0, shared=1)
+    (tmp_path / "trajectories.jsonl").write_bytes(first + b"\n" + fork + b"\n")
+    (tmp_path / "run.json").write_text('{"agent": ["codex", "exec"]}')
+    assert main(["trajectories", "stats", str(tmp_path)]) == 0
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert said[-8:] == [
+        "agent codex exec",
+        "all sampled tokens 8",
+        "trained once 4 (50.0%)",
+        "trained more than once 0",
+        "never trained 4 (retry 4)",
+        "branches 2, 2 an episode (root 1, edited 1)",
+        "context tokens 2, 50.0% of them again",
+        "unrecorded generations 0",
+    ]
+
+
 @pytest.mark.parametrize(
     "summary", [b"{", b"[]", b'{"reasons": []}', b'{"mean_reward": "x"}', b'{"episodes": "\xff"}', b"\xff"]
 )

@@ -146,6 +146,7 @@ def test_a_run_with_the_openai_sdk_trains_on_every_branch(
 
     metrics = lines(out / "metrics.jsonl")
     assert [(m["trajectories"], m["failed"], m["skipped"]) for m in metrics] == [(24, 0, None)] * 3
+    assert [m["branches"] for m in metrics] == [{"root": 24, "child": 24}] * 3
     versions = [m["weight_version"] for m in metrics]
     assert [version.partition("@")[0] for version in versions] == ["0", "1", "2"]
     # Sampling was at the trainer's temperature in spite of the agent, and under the weights of the last push.
@@ -161,6 +162,13 @@ def test_a_run_with_the_openai_sdk_trains_on_every_branch(
         assert all(t.is_trainable and {v for v in t.weight_versions if v} <= set(versions) for t in branches)
     names = {f"{step}-{group}-{member}" for step in range(3) for group in range(4) for member in range(6)}
     assert {t.task.episode_id for t in kept} == names
+
+    # Each sampled token of a group that was trained is in the record of one branch, once.
+    trained = [record for file in out.rglob("trained-rank0.jsonl") for record in lines(file)]
+    places = [(record["session"], record["branch"], at) for record in trained for at in record["positions"]]
+    sessions = {record["session"] for record in trained}
+    masks = [t.trained_mask for t in kept if t.session in sessions]
+    assert len(set(places)) == len(places) == sum(map(sum, masks)) > 0
 
     before, after = (load_file(folder / "model.safetensors") for folder in (chat_folder, out / "model"))
     assert all(not before[name].equal(after[name]) for name in before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rollout.test_token_counts import conversation, exported
 from tests.train.conftest import make_report, make_trajectory
 from verl_server.rollout.trajectory import StopReason
 from verl_server.train.metrics import describe_rollout
@@ -29,6 +30,14 @@ def test_failures_name_the_url_of_whoever_failed() -> None:
     assert merged.failures[0].error == "ws://env:1/ws did not answer `step`"
     metrics = describe_rollout(merged, step=4, version="3", ranks=2, gap=None)
     assert metrics.failed == 2 and metrics.reward is None
+
+
+def test_branches_of_agents_are_counted_by_kind_over_all_ranks() -> None:
+    tree = conversation()
+    tree.add(0, began="edited")
+    reports = [make_report(exported(tree), 0), make_report(exported(conversation()), 0, 1)]
+    assert merge_reports(reports).branches == {"root": 2, "edited": 1}
+    assert make_report([make_trajectory(0, 1.0)], 0).branches == {}
 
 
 def test_nothing_to_train_on_is_explained() -> None:

@@ -5,7 +5,8 @@ worker gets a copy and finds the messages of a request in it (`MessageTree.match
 the same if their digests are.
 
 Digests do not depend on details that clients change when they send messages back: ids of calls, the order of keys in
-arguments, white space around a reply's content, null or "" instead of an absent key, `developer` instead of `system`.
+arguments and in tools, white space around a reply's content, null or "" instead of an absent key, `developer` instead
+of `system`, marks of caches.
 The reasoning has a digest of its own, because many clients do not send it back.
 """
 
@@ -186,8 +187,16 @@ def reasoning_digest(reasoning: str | None) -> bytes:
 
 def head_digest(tools: Sequence[Tool], options: Mapping[str, Any]) -> bytes:
     """Return the digest of the head, which precedes the messages: tools, documents, and the template itself."""
-    definitions = [tool.definition for tool in tools]
+    definitions = [_definition(tool.definition) for tool in tools]
     return text_digest(_json([definitions, options.get("documents"), options.get("chat_template")]))
+
+
+def _definition(tool: Mapping[str, Any]) -> str:
+    """Return a tool's definition as JSON with sorted keys, without absent values and without marks of caches."""
+    shown = {name: value for name, value in tool.items() if value is not None and name != "cache_control"}
+    if isinstance(function := shown.get("function"), dict):
+        shown["function"] = {k: v for k, v in function.items() if v is not None and k != "cache_control"}
+    return json.dumps(shown, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 def options_digest(options: Mapping[str, Any]) -> bytes:

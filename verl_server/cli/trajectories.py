@@ -25,8 +25,10 @@ from verl_server.cli.trajectory_files import Export, Index, export, index
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import decode_json, read_bytes
 from verl_server.files.model_folder import load_tokenizer
+from verl_server.rollout.agents.output import read_lines, trained_tokens
 from verl_server.rollout.faults import describe_ends
 from verl_server.rollout.listing import Listing, Row
+from verl_server.rollout.token_counts import TokenCounts, count_tokens
 from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled
 from verl_server.watch.recorded import Recorded, read_recorded, recorded_files
 from verl_server.watch.viewer import ColorBy, TokenText, render
@@ -106,9 +108,10 @@ class _Summary(msgspec.Struct):
 
 
 class _Run(msgspec.Struct):
-    """The key of run.json that names the tokenizer."""
+    """The keys of run.json that name the tokenizer and the agent."""
 
     model_path: str | None = None
+    agent: str | list[str] | None = None
 
 
 def ls(args: Ls, console: Console) -> int:
@@ -220,11 +223,26 @@ def stats(args: Stats, console: Console) -> int:
         or "-",
         "replaced episodes": replaced,
     }
+    if any(t.session for t in trajectories):
+        figures |= _of_agents(args, [branches for _, branches in episodes])
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in figures.items():
         table.add_row(Text(name), Text(str(value)))
     console.print(table)
     return 0
+
+
+def _of_agents(args: Stats, episodes: Sequence[Sequence[Trajectory]]) -> dict[str, str]:
+    """Return the program of an agents' run, and how often its sampled tokens are trained on.
+
+    The run's own lines have the attempts that others replaced, too. Otherwise, `episodes` are counted.
+    """
+    lines, run = args.path / "episodes.jsonl", args.path / "run.json"
+    recorded = trained_tokens(read_lines(lines)) if args.step is None and lines.is_file() else TokenCounts()
+    counts = recorded if recorded.episodes else sum(map(count_tokens, episodes), TokenCounts())
+    agent = decode_json(read_bytes(run), _Run, str(run)).agent if run.is_file() else None
+    named = {} if agent is None else {"agent": agent if isinstance(agent, str) else " ".join(agent)}
+    return named | counts.rows()
 
 
 def _means_of_environments(firsts: Sequence[Trajectory]) -> dict[str, str]:

@@ -202,6 +202,9 @@ class BranchTurn(msgspec.Struct, frozen=True):
     """Sampling parameters for which the request set other values than the session forces."""
     times: tuple[float, float, float] | None = None
     """`TurnInfo.times`. None: an older server."""
+    began: str | None = None
+    """Why a branch begins with this turn: root, retry, edited, child, head or template. None: the turn continues the
+    one before it, as another sample of one request may do beside the first one; or an older server recorded it."""
     messages: list[Message] = []
     """Messages of the prompt that no earlier turn of the branch has. [] unless the query asks for `text`, for prompts
     without messages, and within `Branch.shared_tokens`: there the branch `fork_of` has them."""
@@ -258,4 +261,11 @@ class SessionTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     now: float | None = None
     """Time of the reply on the server's clock, with which a client converts `BranchTurn.times` to its own clock. None:
     an older server."""
+    sampled_tokens: int | None = None
+    """Sampled tokens of all finished turns of these sessions, in branches or not. None: an older server."""
+    retry_tokens: int | None = None
+    """Number of `sampled_tokens` that only branches of kind retry have. None: an older server."""
+    unrecorded_turns: int | None = None
+    """Turns that began and of which no token is recorded: the request was refused or cancelled before its first token,
+    it failed, or the server was killed meanwhile. None: an older server."""
     branches: list[Branch]

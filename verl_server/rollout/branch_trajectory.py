@@ -25,6 +25,7 @@ def branch_trajectory(branch: Branch, task: Task) -> Trajectory:
             policy_logprobs=turn.policy_logprobs,
             sampling=turn.sampling,
             overridden=turn.overridden,
+            began=turn.began,
             messages=turn.messages,
             reply=turn.reply,
         )

@@ -118,6 +118,8 @@ class Turn(msgspec.Struct, kw_only=True):
     """Parameters that shaped the distribution: `session_types.BranchTurn.sampling`. {} if they were not recorded."""
     overridden: dict[str, Any] = {}
     """Parameters of an agent for which its session forces other values: `session_types.BranchTurn.overridden`."""
+    began: str | None = None
+    """Why a branch of an agent's session begins with this turn: `session_types.BranchTurn.began`."""
     messages: list[Message] = []
     """Messages that the policy read for the first time in this turn, as the agent sent them: each message of a branch
     is in one turn. [] without an agent (`observation` has the text), for prompts of token ids, in records of an earlier
@@ -187,6 +189,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Number of the branch of the episode that has the first `shared` tokens, too. None: there is none."""
     shared: int = 0
     """Number of leading tokens that the branch `fork_of` has, too. None of them counts a second time in the loss."""
+    retry_tokens: int | None = None
+    """In the branch 0 of an agent's episode: number of tokens that were sampled and are in no branch, because their
+    reply reached nobody and was sampled again. None in other branches, and in records of an earlier version."""
+    unrecorded_turns: int | None = None
+    """Likewise: number of generations that began and of which no token is recorded."""
     member: int = 0
     """Number of the episode among those of its group."""
     attempt: int = 0

@@ -23,6 +23,7 @@ import msgspec
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agent_loop import OnGroup, Rollout
+from verl_server.rollout.agents.branch_notice import BranchNotice
 from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
 from verl_server.rollout.agents.program import check_program
@@ -89,7 +90,7 @@ class AgentGroups:
         self._name = args.env_url or args.tasks or ""
         self._engines: Sequence[HttpServerEngineAdapter] = ()
         self._background = LoopThread("agents")
-        self._notice = UnsampledNotice(agent=True)
+        self._notice, self._branch_notice = UnsampledNotice(agent=True), BranchNotice()
 
     @property
     def environment_url(self) -> str:
@@ -201,6 +202,7 @@ class AgentGroups:
             session_seeds=[task.sampling_seed or 0 for task in tasks],
             on_finish=keep,
             notice=self._notice,
+            branch_notice=self._branch_notice,
             version=version,
             slots=slots,
         )

@@ -195,6 +195,9 @@ class StepMetrics:
     """Groups that an earlier start of the run had played, and that were not played again (docs/checkpoints.md)."""
     environments: dict[str, EnvironmentFigures] = field(default_factory=dict)
     """Environment of a mixture -> its figures (docs/mixtures.md), those that are not None. Absent without a mixture."""
+    branches: dict[str, int] = field(default_factory=dict)
+    """Kind -> number of branches of an agent's episodes: root and child are conversations, and the other ones are
+    changes of their history (`TokenCounts.branches`). {} without an agent."""
     kept_episodes: int = 0
     """Episodes that had ended in an earlier start of the run, in groups that had not, and that were not played again.
     With `--replay-actions` only, as the next two."""
@@ -236,6 +239,7 @@ def describe_rollout(
         trainable=report.trainable,
         kept=report.kept,
         stop_reasons=report.stop_reasons,
+        branches=report.branches,
         turns=report.turns / episodes,
         sampled_tokens=report.sampled_tokens,
         forced_share=report.forced_tokens / max(1, report.sampled_tokens),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from verl_server.rollout.faults import fault_of
+from verl_server.rollout.token_counts import branch_kinds
 from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode, is_unsampled
 from verl_server.rollout.unsampled import is_too_long, remedy
 from verl_server.train.environment_figures import EnvironmentSums, added, sums_by_environment
@@ -107,6 +108,8 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     """Wall time of the rollout. After a merge, it is the time of the slowest rank."""
     stop_reasons: dict[str, int] = {}
+    branches: dict[str, int] = {}
+    """Kind -> number of branches of an agent's episodes (`TokenCounts.branches`). {} without an agent."""
     failures: list[Failure] = []
     """The failed episodes that no other one replaced."""
     replaced: list[Failure] = []
@@ -222,6 +225,7 @@ def report_rollout(
         env_seconds=sum(t.seconds("env") for t in trajectories),
         seconds=seconds,
         stop_reasons=dict(Counter(str(t.stop_reason) for t in firsts)),
+        branches=dict(Counter(kind for b in episodes if b[0].session for kind in branch_kinds(b))),
         failures=[failure(t, False) for t in firsts if has_failed(t)],
         replaced=[failure(branches[0], True) for branches in lost],
         lost=Means.of(lost),
@@ -240,8 +244,10 @@ def _environment_url(t: Trajectory, mixture: Mixture | None) -> str | None:
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
     """Return the sums of the ranks' reports."""
     reasons: Counter[str] = Counter()
+    branches: Counter[str] = Counter()
     for report in reports:
         reasons.update(report.stop_reasons)
+        branches.update(report.branches)
     return RolloutReport(
         episodes=sum(r.episodes for r in reports),
         scored=sum(r.scored for r in reports),
@@ -258,6 +264,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         env_seconds=sum(r.env_seconds for r in reports),
         seconds=max(r.seconds for r in reports),
         stop_reasons=dict(reasons.most_common()),
+        branches=dict(branches.most_common()),
         failures=[failure for r in reports for failure in r.failures],
         replaced=[failure for r in reports for failure in r.replaced],
         lost=sum((r.lost for r in reports), Means()),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.files.json_files import read_json
-from verl_server.rollout.agents.output import EpisodeLine, read_lines, summarize_lines
+from verl_server.rollout.agents.output import EpisodeLine, read_lines, summarize_lines, trained_tokens
 from verl_server.watch.page import embedded, section, tiles
 from verl_server.watch.site.export import export_report
 
@@ -32,6 +32,7 @@ def write_run_report(folder: Path) -> Path:
             _headline(folder.resolve().name, settings, summary),
             _rewards(final),
             _ends(lines),
+            _tokens(lines),
             _episodes(final),
             _setup(settings),
         )
@@ -71,6 +72,16 @@ def _ends(lines: Sequence[EpisodeLine]) -> str:
     counts = Counter(str(entry.reason) for entry in lines)
     note = "Every attempt. One that the infrastructure ended has no reward, and another one replaces it."
     return section("How attempts ended", _bars(counts.most_common()), note)
+
+
+def _tokens(lines: Sequence[EpisodeLine]) -> str:
+    counts = trained_tokens(lines)
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in counts.rows().items())
+    note = (
+        "Tokens of every attempt that has a record. A trainer computes the context of each branch anew. The kinds of "
+        "branches are in docs/sessions.md."
+    )
+    return section("What is trained", f"<dl>{rows}</dl>", note)
 
 
 def _bars(rows: Iterable[tuple[str, int]]) -> str:

@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.rollout.agents.common import FAST, Echo, player, run, says_number
+from tests.rollout.agents.common import FAST, Echo, chat, player, run, says_number
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, FakeSession, fake_server
 from verl_server.errors import BadRequestError
 from verl_server.messages.session_types import CreateSession
-from verl_server.rollout.agents.output import read_lines
+from verl_server.rollout.agents.output import read_lines, trained_tokens
 from verl_server.rollout.agents.run import MAY_DIFFER, arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentSession, AgentTask, Server
+from verl_server.rollout.faults import FaultRules
+from verl_server.rollout.token_counts import TokenCounts
 from verl_server.rollout.trajectory import StopReason, read_jsonl
 
 _OPTIONS: dict[str, Any] = {"environment": lambda task: Echo(), "group_size": 2}
@@ -37,6 +39,41 @@ def test_the_folder_has_all_of_the_run(tmp_path: Path) -> None:
     assert len(result.trajectories) == 6
     settings = json.loads((tmp_path / "run.json").read_text())
     assert settings["group_size"] == 2 and settings["run"].startswith("run-")
+
+
+def test_a_run_counts_how_often_its_tokens_are_trained(tmp_path: Path) -> None:
+    async def agent(session: AgentSession, task: AgentTask) -> None:
+        await chat(session, "say 12345")
+        if task.seed == 1 and not failed:
+            failed.append(session.session_id)
+            raise RuntimeError("the first attempt fails")
+        await chat(session, "say 7")
+
+    failed: list[str] = []
+    faults = FaultRules(fault=("agent_error=infrastructure",))
+    run(agent, 2, out=tmp_path, reward=lambda episode: 1.0, retries=1, faults=faults)
+    lines = {(e.task, e.attempt): e for e in read_lines(tmp_path / "episodes.jsonl")}
+    assert lines[0, 0].counts == TokenCounts(
+        episodes=1, sampled=6, once=6, branches={"root": 1}, context=len("say 12345say 7")
+    )
+    assert lines[1, 0].trained.never == {"replaced": 5}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["token_counts"] == {
+        "episodes": 3,
+        "sampled": 17,
+        "once": 12,
+        "repeatedly": 0,
+        "never": {"replaced": 5},
+        "branches": {"root": 3},
+        "context": 28,
+        "shared": 0,
+        "unrecorded_turns": 0,
+    }
+    old = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    for entry in old:
+        del entry["counts"]
+    (tmp_path / "episodes.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in old))
+    assert trained_tokens(read_lines(tmp_path / "episodes.jsonl")) == TokenCounts()
 
 
 def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:

@@ -126,6 +126,21 @@ def test_an_edit_begins_a_branch_and_a_retry_is_a_sibling(stack: Stack) -> None:
     assert masked == sum(len(text) + 1 for text in ("one", "two", "two again", "other"))
 
 
+def test_the_trajectory_counts_what_no_branch_has(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(stack)
+    session.says("one", "lost", "two", "sub")
+    first = session.chat([user("a")])["message"]["content"]
+    history = [user("a"), {"role": "assistant", "content": first}, user("b")]
+    monkeypatch.setattr(TurnLedger, "delivered", lambda *_: None)  # no further reply reaches its client
+    told = [session.chat(history)["meta_info"]["session"]["began"] for _ in range(2)]
+    session.chat([user("z")])
+    found = session.trajectory()
+    began = [[turn["began"] for turn in branch["turns"]] for branch in found["branches"]]
+    assert told == [None, "retry"] and began == [["root", "retry"], ["child"]]
+    assert sum(sum(branch["loss_mask"]) for branch in found["branches"]) == 4 + 4 + 4
+    assert (found["sampled_tokens"], found["retry_tokens"], found["unrecorded_turns"]) == (17, 5, 0)
+
+
 def test_a_conversation_of_its_own_is_a_child(stack: Stack) -> None:
     session = Session(stack)
     session.says("one", "sub")

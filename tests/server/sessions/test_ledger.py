@@ -64,6 +64,20 @@ def test_a_prompt_is_the_parents_sequence_and_what_is_new() -> None:
     run(main())
 
 
+def test_turns_that_left_no_record_are_counted() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        turns, who = TurnLedger(ledger), created(ledger)
+        session = ledger.table.find(who.session_id)
+        await turn(ledger, who, plan([1]), [2])
+        left = turns.begin(who, plan([1, 3]), None, b"")
+        assert session.unrecorded_turns == 0, "it runs"
+        turns.cancel(left)
+        assert session.unrecorded_turns == 1
+
+    run(main())
+
+
 def test_sequences_of_random_trees() -> None:
     """Every prompt and sequence is what a table with whole copies has."""
 

@@ -88,7 +88,7 @@ def test_the_report_of_an_agents_run_is_the_first_tab(tmp_path: Path) -> None:
     write_agents_run(tmp_path / "run")
     page, _, answers = parts_of(write_run_report(tmp_path / "run"))
     report = page.partition('<div id="report" hidden>')[2].partition('<script type="application/json"')[0]
-    assert "mean reward" in report and "How attempts ended" in report
+    assert "mean reward" in report and "How attempts ended" in report and "trained once" in report
     assert answers["/api/runs"]["runs"][0]["kind"] == "agents"
 
 

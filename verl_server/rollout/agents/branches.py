@@ -18,7 +18,11 @@ def episode_trajectories(episode: AgentEpisode) -> list[Trajectory]:
     if episode.trajectory is None:
         return []
     known: set[tuple[str, int]] = set()
-    return [_trajectory(episode, branch, known) for branch in episode.trajectory.branches]
+    trajectories = [_trajectory(episode, branch, known) for branch in episode.trajectory.branches]
+    for first in trajectories[:1]:
+        first.retry_tokens = episode.trajectory.retry_tokens
+        first.unrecorded_turns = episode.trajectory.unrecorded_turns
+    return trajectories
 
 
 def _trajectory(episode: AgentEpisode, branch: Branch, known: set[tuple[str, int]]) -> Trajectory:

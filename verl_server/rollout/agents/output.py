@@ -33,6 +33,7 @@ from verl_server.files.run_output import check_settings, claim_folder, plain, re
 from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.faults import fault_of
+from verl_server.rollout.token_counts import REPLACED, TokenCounts, count_tokens
 from verl_server.rollout.trajectory import Fault, StopReason, Trajectory, append_jsonl, read_jsonl
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,14 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     """The party that caused the end. None in a run of an earlier version."""
     reward_failed: bool | None = None
     """True if the reward function failed. None in a run of an earlier version."""
+    counts: TokenCounts | None = None
+    """How often the sampled tokens of the attempt are trained on. None in a run of an earlier version."""
+
+    @property
+    def trained(self) -> TokenCounts:
+        """`counts`, with all tokens as untrained ones if another attempt follows."""
+        counts = self.counts or TokenCounts()
+        return counts if self.final else counts.left_out(REPLACED)
 
     @property
     def is_unsampled(self) -> bool:
@@ -198,7 +207,7 @@ class RunFolder:
         branches = episode_trajectories(episode)
         if episode.final:
             append_jsonl(self._trajectories, branches)
-        append_jsonl(self._episodes, [line(episode, len(branches))])
+        append_jsonl(self._episodes, [line(episode, branches)])
         return branches
 
     def lines(self) -> list[EpisodeLine]:
@@ -276,8 +285,8 @@ def tasks_digest(tasks: Sequence[AgentTask]) -> str:
     ).hexdigest()
 
 
-def line(episode: AgentEpisode, branches: int) -> EpisodeLine:
-    """Return the line of episodes.jsonl for an attempt."""
+def line(episode: AgentEpisode, branches: Sequence[Trajectory]) -> EpisodeLine:
+    """Return the line of episodes.jsonl for an attempt with these branches."""
     assert episode.reason is not None
     return EpisodeLine(
         task=episode.index,
@@ -293,11 +302,12 @@ def line(episode: AgentEpisode, branches: int) -> EpisodeLine:
         seconds=round(episode.seconds, 3),
         tokens=episode.tokens,
         turns=episode.turns,
-        branches=branches,
+        branches=len(branches),
         final=episode.final,
         sampled=episode.sampled_tokens,
         fault=episode.fault,
         reward_failed=episode.reward_failed,
+        counts=count_tokens(branches) if branches else None,
     )
 
 
@@ -323,7 +333,13 @@ def summarize_lines(lines: Sequence[EpisodeLine]) -> dict[str, Any]:
         "tokens": sum(entry.tokens for entry in lines),
         "turns": sum(entry.turns for entry in lines),
         "branches": sum(entry.branches for entry in final),
+        "token_counts": msgspec.to_builtins(trained_tokens(lines)),
     }
+
+
+def trained_tokens(lines: Sequence[EpisodeLine]) -> TokenCounts:
+    """Return how often the sampled tokens of a run are trained on, with those of attempts that others replaced."""
+    return sum((entry.trained for entry in lines), TokenCounts())
 
 
 def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:

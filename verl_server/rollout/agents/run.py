@@ -26,6 +26,7 @@ import msgspec
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.run_output import location
 from verl_server.messages.session_types import ForcedMode
+from verl_server.rollout.agents.branch_notice import BranchNotice
 from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.episode import AgentPlayer, Progress
 from verl_server.rollout.agents.gateway import EnvironmentGateway
@@ -101,6 +102,7 @@ async def arun_agents(
     progress: Progress | None = None,
     describe: Mapping[str, Any] | None = None,
     notice: UnsampledNotice | None = None,
+    branch_notice: BranchNotice | None = None,
     version: str | None = None,
     slots: AbstractAsyncContextManager[object] | None = None,
 ) -> AgentRun:
@@ -126,7 +128,8 @@ async def arun_agents(
     continues: its settings must be equal, except those that docs/runs.md lists, and episodes that have ended are
     not played again. `describe` is added to run.json and must be equal in a resumed run. `on_finish` is called with
     each attempt that has ended, and `progress` counts what runs now. `notice` logs the first episode without a
-    sampled token; pass the same one to log once over several calls. With `version`, a session begins only on a
+    sampled token, and `branch_notice` that episodes have many branches; pass the same ones to log once over several
+    calls. With `version`, a session begins only on a
     server whose weights satisfy it (`weight_version.satisfies`). `slots` bounds the episodes of several calls together,
     in the place of `max_concurrency`.
 
@@ -202,7 +205,8 @@ async def arun_agents(
         stack.enter_context(_background(pool.watch()))
         spent = folder.replaced if folder is not None else Counter[tuple[int, int]]()
         left = Replacements(replacements, spent)
-        run = _Run(player, folder, retries, left, on_finish, notice or UnsampledNotice(agent=True))
+        branches = branch_notice or BranchNotice()
+        run = _Run(player, folder, retries, left, on_finish, notice or UnsampledNotice(agent=True), branches)
         places = [(i, member) for i in range(len(tasks)) for member in range(group_size)]
         finished = folder.finished if folder is not None else {}
         slots = slots or asyncio.Semaphore(max_concurrency or max(1, len(places)))
@@ -216,6 +220,7 @@ async def arun_agents(
         try:
             await run_all(play(*place) for place in places if place not in finished)
         finally:
+            branches.end()
             if folder is not None:
                 folder.write_summary(clock(), len(places))
     trajectories = folder.trajectories() if folder is not None else run.trajectories
@@ -240,6 +245,7 @@ class _Run:
         left: Replacements,
         on_finish: Callable[[AgentEpisode], None] | None,
         notice: UnsampledNotice,
+        branches: BranchNotice,
     ) -> None:
         self._player = player
         self._folder = folder
@@ -247,6 +253,7 @@ class _Run:
         self._left = left
         self._on_finish = on_finish
         self._notice = notice
+        self._branches = branches
         self.episodes: list[AgentEpisode] = []
         self.trajectories: list[Trajectory] = []
 
@@ -277,10 +284,10 @@ class _Run:
         self.episodes.append(episode)
         if episode.final and episode.is_unsampled:
             self._notice.give(episode.name, episode.reason, episode.reward)
-        if self._folder is not None:
-            self._folder.add(episode)
-        elif episode.final:
-            self.trajectories += episode_trajectories(episode)
+        branches = episode_trajectories(episode) if self._folder is None else self._folder.add(episode)
+        if episode.final:
+            self._branches.add(episode.name, branches)
+            self.trajectories += branches if self._folder is None else []
         if self._on_finish is not None:
             self._on_finish(episode)
 

@@ -116,6 +116,8 @@ class TurnFields(SampledFields, kw_only=True, omit_defaults=True):
     prompt_node: int = -1
     sibling: int = 0
     branch: int = 0
+    began: str | None = None
+    """`BranchTurn.began`."""
     options: bytes = b""
     calls: bytes | None = None
     """JSON: list of {"id", "name", "arguments"}."""

@@ -239,6 +239,11 @@ class Session:
         if turn.parent >= 0 and turn.shared == self.turn(turn.parent).tokens:
             self.turn(turn.parent).extensions += change
 
+    @property
+    def unrecorded_turns(self) -> int:
+        """Number of turns that began, no longer run, and of which no token is recorded."""
+        return sum(turn is None and number not in self.pending for number, turn in enumerate(self.turns))
+
     def was_interrupted(self, key: bytes) -> bool:
         """Return True if a turn of this idempotency key began and will not end."""
         return any(self.turns[turn] is None and turn not in self.pending for turn in self.keys.get(key, ()))

@@ -48,6 +48,17 @@ def branches(turns: Sequence[StoredTurn], mask: Literal["once", "every"], retrie
         yield _branch(i, kind, path, masked, earlier, every=mask == "every")
 
 
+def left_out(turns: Sequence[StoredTurn]) -> int:
+    """Return the number of sampled tokens of finished turns that no branch but those of kind retry has."""
+    tree = _Tree(turns)
+    held: dict[int, int] = defaultdict(int)  # turn -> number of its first sampled tokens that a branch has
+    for path in tree.paths():
+        if tree.kind(path) != "retry":
+            for part in path:
+                held[part.turn.turn] = max(held[part.turn.turn], part.sampled)
+    return sum(turn.stored.output_tokens - held[turn.turn] for turn in turns)
+
+
 class _Part:
     """The part of a turn that belongs to a branch: the turn's own tokens up to position `end` of the branch."""
 
@@ -178,6 +189,7 @@ def _place(part: _Part) -> BranchTurn:
         policy_logprobs=turn.policy_logprobs,
         overridden=turn.overridden,
         times=turn.stored.times,
+        began=turn.stored.began,
     )
 
 

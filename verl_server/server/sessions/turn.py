@@ -63,6 +63,7 @@ class Turn(TurnFields, kw_only=True):
             "overridden": once(record.overridden),
             "dialect": sys.intern(record.dialect),
             "child": None if record.child is None else sys.intern(record.child),
+            "began": None if record.began is None else sys.intern(record.began),
             "reply": record.reply if record.parsed is None else "",
         }
         turn = cls(**fields)

@@ -153,6 +153,7 @@ class TurnLedger:
         flags = IN_REASONING * reply.in_reasoning | ABORTED * finished.aborted | RESAMPLED * turn.resampled
         calls = [{"id": i, "name": name, "arguments": arguments} for i, name, arguments in reply.calls]
         self._append_reply(turn, reply)
+        began = self.described(turn, finished.next)["began"]
         record = TurnRecord(
             session=session.id,
             turn=turn.turn,
@@ -164,6 +165,7 @@ class TurnLedger:
             prompt_node=turn.prompt_node,
             sibling=turn.sibling,
             branch=turn.branch,
+            began=began,
             options=finished.next.options,
             calls=msgspec.json.encode(calls) if calls else None,
             child=turn.child,
@@ -179,7 +181,7 @@ class TurnLedger:
         if finished.finish[0] == "length":
             self._note_cut(turn, len(finished.output) // 4)
         if self._ledger.counters is not None:
-            self._ledger.counters.turn_finished(self.described(turn, finished.next)["began"])
+            self._ledger.counters.turn_finished(began)
         await self._ledger.store.flushed()
 
     def _note_cut(self, turn: OpenTurn, sampled: int) -> None:

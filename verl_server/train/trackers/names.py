@@ -68,6 +68,7 @@ STEP_GROUPS = {
     "policy/": "losses",
     "episodes/ended/": "stop_reasons",
     "episodes/fault/": "failures",
+    "episodes/branches/": "branches",
     "time/wait/": "waits",
     "idle/": "idle",
 }

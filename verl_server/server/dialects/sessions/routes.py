@@ -36,6 +36,7 @@ from verl_server.server.http.unknown_fields import read_object, refuse_unknown
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.stored_turn import stored_turns
+from verl_server.server.sessions.trajectory import branches, left_out
 from verl_server.server.sessions.turn_texts import TurnTexts
 from verl_server.server.slices import Slices
 from verl_server.web.numbers import whole_number
@@ -166,9 +167,11 @@ class SessionApi:
         with_text = _truth(query, "text", False)
         family = self._ledger.table.family(session) if children else [session]
         found: list[Branch] = []
+        retry_tokens = 0
         slices = Slices()
         for each in family:
             found += await self._branches(each, mask, retries, with_text, len(found))
+            retry_tokens += left_out(stored_turns(each))
             await slices.end()
         root = session.root
         self._ledger.read(session)
@@ -180,6 +183,9 @@ class SessionApi:
             group=root.record.group,
             metadata=root.record.metadata,
             now=time.time(),
+            sampled_tokens=sum(each.output_tokens for each in family),
+            retry_tokens=retry_tokens,
+            unrecorded_turns=sum(each.unrecorded_turns for each in family),
             branches=[],
         )
         if MSGPACK in request.headers.get("accept", ""):
@@ -187,8 +193,6 @@ class SessionApi:
         return StreamingResponse(_as_json(head, found, query.get("format") == "columns"), media_type=JSON)
 
     async def _branches(self, session: Session, mask: Any, retries: bool, with_text: bool, first: int) -> list[Branch]:
-        from verl_server.server.sessions.trajectory import branches
-
         turns, texts = stored_turns(session), TurnTexts(session)
         rewards: dict[int, list[RewardBody]] = {}
         for (turn, name), each in session.rewards.items():
