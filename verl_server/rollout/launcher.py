@@ -4,6 +4,9 @@ It imports only the standard library, so that it starts in milliseconds under `p
 all that the program starts: a descendant that called `setsid` and lost its parent becomes a child of this process.
 The specification is one line of JSON on stdin. When stdin closes (the runner ended it, or died) or the program ends,
 every descendant receives SIGTERM and, after the grace, SIGKILL. The last line on stdout is the result as JSON.
+
+An isolated program is bubblewrap, which starts `agents/bridge.py`, which starts the program. The bridge says on a
+descriptor of its own how far it came, so that a fault of the isolation is no fault of the program.
 """
 
 from __future__ import annotations
@@ -21,20 +24,32 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_STATUS_DESCRIPTOR = 200
+"""Descriptor of the bridge's status, as in `agents/bridge.py`."""
 _KILL_SECONDS = 10.0
 """Seconds for descendants to end after SIGKILL."""
 
 
 def main() -> None:
-    """Run the program and print {"code": exit code, "left": descendants that outlived it, "ended": by the runner}."""
+    """Run the program and print {"code": exit code, "left": descendants that outlived it, "ended": by the runner}.
+
+    Print {"error": cause} if the program did not start, with "isolation": true if that is a fault of the isolation.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_w)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     spec = json.loads(sys.stdin.buffer.readline())
-    log = _Log(spec["log"], spec["log_bytes"])
+    log = _Log(spec["log"], spec["log_bytes"], "\n... (the rest of the output was dropped)\n")
     output_r, output_w = os.pipe()
+    outputs = {output_r: [log]}
+    stdout_w = output_w
+    if spec["stdout"] is not None:
+        stdout_r, stdout_w = os.pipe()
+        outputs[stdout_r] = [log, _Log(spec["stdout"], spec["stdout_bytes"], "")]
+    status_r, status_w = os.pipe()
+    os.dup2(status_w, _STATUS_DESCRIPTOR)
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -50,58 +65,91 @@ def main() -> None:
             env=spec["env"],
             cwd=spec["cwd"],
             stdin=subprocess.DEVNULL,
-            stdout=output_w,
+            stdout=stdout_w,
             stderr=output_w,
             start_new_session=True,
             preexec_fn=prepare,
+            pass_fds=(_STATUS_DESCRIPTOR,) if spec["is_isolated"] else (),
         )
     except (OSError, subprocess.SubprocessError) as error:
-        print(json.dumps({"error": f"{spec['argv'][0]} does not start: {error}"}), flush=True)
+        result = {"error": f"{spec['argv'][0]} does not start: {error}", "isolation": spec["is_isolated"]}
+        print(json.dumps(result), flush=True)
         return
     finally:
-        os.close(output_w)
-    code, ended = _watch(program.pid, output_r, wake_r, log)
-    left = _end_all(spec["grace"], program.pid if code is None else None)
-    log.drain(output_r)
+        for descriptor in {output_w, stdout_w, status_w, _STATUS_DESCRIPTOR}:
+            os.close(descriptor)
+    code, ended = _watch(program.pid, outputs, wake_r)
+    # bubblewrap itself gets no SIGTERM, because everything in its sandbox would be killed at once.
+    left = _end_all(spec["grace"], code is None, program.pid if spec["is_isolated"] else None)
+    for descriptor, files in outputs.items():
+        _drain(descriptor, files)
     if code is None:
         code = left.pop(program.pid, -signal.SIGKILL)
-    print(json.dumps({"code": code, "left": len(left), "ended": ended}), flush=True)
+    result = {"code": code, "left": len(left), "ended": ended}
+    if spec["is_isolated"]:
+        result |= _isolated_end(code, ended, status_r)
+    print(json.dumps(result), flush=True)
+
+
+def _isolated_end(code: int, ended: bool, status: int) -> dict[str, Any]:
+    """Return what the bridge's status changes in the result. `code` is the exit code of bubblewrap."""
+    os.set_blocking(status, False)
+    try:
+        lines = os.read(status, 65536).splitlines()
+    except BlockingIOError:
+        lines = []
+    said: dict[str, Any] = {}
+    for line in lines:
+        said |= json.loads(line)
+    if "code" in said:
+        return {"code": said["code"]}
+    if "failed" in said:
+        return {"error": f"the bridge of the sandbox failed: {said['failed']}", "isolation": True}
+    if "unstarted" in said:
+        return {"error": said["unstarted"], "isolation": True}
+    if "started" not in said and not ended:
+        return {"error": f"bubblewrap did not start the program (exit code {code})", "isolation": True}
+    return {"code": 128 - code if code > 128 else code}  # a signal ended the bridge, or all of the sandbox
 
 
 class _Log:
-    """The program's output in a file, up to a size. The rest is read and dropped."""
+    """The program's output in a file, up to a size. The rest is read and dropped, and `end` says so."""
 
-    def __init__(self, path: str, size: int) -> None:
+    def __init__(self, path: str, size: int, end: str) -> None:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (it lives as long as this process)
         self._left = size
+        self._end = end.encode()
 
     def write(self, data: bytes) -> None:
         if self._left > 0:
             self._file.write(data[: self._left])
             if len(data) >= self._left:
-                self._file.write(b"\n... (the rest of the output was dropped)\n")
+                self._file.write(self._end)
             self._left -= len(data)
 
-    def drain(self, descriptor: int) -> None:
-        """Read the rest of the data in the pipe."""
-        os.set_blocking(descriptor, False)
-        try:
-            while data := os.read(descriptor, 65536):
-                self.write(data)
-        except BlockingIOError:
-            pass
+
+def _drain(descriptor: int, files: list[_Log]) -> None:
+    """Read the rest of the data in a pipe."""
+    os.set_blocking(descriptor, False)
+    try:
+        while data := os.read(descriptor, 65536):
+            for file in files:
+                file.write(data)
+    except BlockingIOError:
+        pass
 
 
-def _watch(program: int, output: int, wake: int, log: _Log) -> tuple[int | None, bool]:
+def _watch(program: int, outputs: dict[int, list[_Log]], wake: int) -> tuple[int | None, bool]:
     """Copy output until the program ends or stdin closes. Return (exit code or None, True if stdin closed)."""
-    reading = [0, output, wake]
+    reading = [0, wake, *outputs]
     while True:
         for ready in select.select(reading, [], [])[0]:
             data = os.read(ready, 65536)
-            if ready == output:
-                log.write(data)
+            if ready in outputs:
+                for file in outputs[ready]:
+                    file.write(data)
                 if not data:
-                    reading.remove(output)
+                    reading.remove(ready)
             elif ready == wake:
                 codes = _reap()
                 if program in codes:
@@ -123,14 +171,14 @@ def _reap() -> dict[int, int]:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _end_all(grace: float, program: int | None) -> dict[int, int]:
+def _end_all(grace: float, is_gentle: bool, sandbox: int | None) -> dict[int, int]:
     """End every descendant, and return the exit codes that this process collected.
 
-    If the program has ended by itself, its descendants are killed without a grace.
+    With `is_gentle`, all but the process `sandbox` get SIGTERM and the grace first.
     """
     ended = _reap()
-    if program is not None:
-        _send(signal.SIGTERM)
+    if is_gentle:
+        _send(signal.SIGTERM, sandbox)
         ended |= _wait_all(grace, None)
     return ended | _wait_all(_KILL_SECONDS, signal.SIGKILL)
 
@@ -148,12 +196,13 @@ def _wait_all(seconds: float, again: int | None) -> dict[int, int]:
         time.sleep(0.01)
 
 
-def _send(number: int) -> None:
+def _send(number: int, without: int | None = None) -> None:
     for pid in _descendants():
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+        if pid != without:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
 
 
 def _descendants() -> list[int]:
