@@ -57,7 +57,7 @@ class Exit:
     """Cause if the program did not start or its end is unknown."""
     launcher_was_killed: bool = False
     isolation_failed: bool = False
-    """True if bubblewrap or its bridge failed. The program has done nothing, or could do nothing: it is not at fault."""
+    """True if bubblewrap or its bridge failed: the fault is the infrastructure's. `error` has the cause."""
     stdout: str = ""
     """Content of the file `Program.stdout`."""
 

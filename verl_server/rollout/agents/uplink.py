@@ -200,7 +200,7 @@ class _Requests:
         self._in_head, self._head_bytes = False, 0
         path = self._target.partition(b"?")[0]
         allowed = self._path.encode()
-        if path != allowed and not path.startswith(allowed + b"/") or b"/.." in path or b"%2e" in path.lower():
+        if (path != allowed and not path.startswith(allowed + b"/")) or b"/.." in path or b"%2e" in path.lower():
             shown = self._target[:200].decode("latin-1")
             self._refusal = _Refusal("404 Not Found", f"This program reaches its own session only, not {shown!r}.")
             raise self._refusal

@@ -147,8 +147,8 @@ def _around_script(real: Path, interpreter: Path) -> Path:
         user_site = [*(real.parent.parent / "lib").glob("python3*/site-packages")]
         if real.parent.name == "bin" and user_site and not is_system(real):
             raise BadRequestError(
-                f"{real} was installed with `pip install --user` or --prefix: its packages lie in {user_site[0]}, where "
-                f"an isolated program does not look. {_REMEDY}"
+                f"{real} was installed with `pip install --user` or --prefix: its packages lie in {user_site[0]}, "
+                f"where an isolated program does not look. {_REMEDY}"
             )
     if interpreter.name in ("node", "nodejs", "bun", "deno"):
         for folder in real.parents:
@@ -163,7 +163,12 @@ def _around_binary(real: Path) -> Path:
     home = Path(os.path.realpath(Path.home()))
     if str(real).startswith("/nix/store/"):
         return Path("/nix/store")
-    if real.parent.name == "bin" and prefix != Path("/") and not prefix.is_relative_to(home) and prefix not in home.parents:
+    if (
+        real.parent.name == "bin"
+        and prefix != Path("/")
+        and not prefix.is_relative_to(home)
+        and prefix not in home.parents
+    ):
         return prefix
     return real
 

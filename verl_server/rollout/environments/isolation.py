@@ -112,7 +112,7 @@ def isolated_program(
     Paths are the same inside and outside. `readable` are files and folders that the program may read, such as its
     installation, `writable` those that it may also change, and `hidden` parts of them that it must not see: a hidden
     folder is empty, and a hidden file too. `sockets` maps a port of the sandbox's 127.0.0.1 to a Unix socket outside.
-    `limits` are those of the program and its descendants (name of RLIMIT_… -> value), without bubblewrap and the bridge.
+    `limits` (name of RLIMIT_… -> value) hold for the program and its descendants, not for bubblewrap and the bridge.
     The program's variables are those of the command (`Program.env`): variables on the command line would show the
     session key to every user of the host. Raise BadRequestError if a path would show the user's HOME or all of /tmp,
     and what `check_isolation` raises.
