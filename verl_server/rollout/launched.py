@@ -38,9 +38,11 @@ class Program(msgspec.Struct, frozen=True):
     grace: float
     """Seconds between SIGTERM and SIGKILL."""
     stdout: Path | None = None
-    """File for the standard output alone, which `log` has too. It must lie where the program cannot write."""
-    stdout_bytes: int = 2**20
-    """The most bytes of the file `stdout`. The rest is dropped."""
+    """File for the end of the standard output alone, which `log` has too. The program must not be able to write it."""
+    stdout_bytes: int = 4 * 2**20
+    """The most bytes of the file `stdout`: the last ones."""
+    stdin: str | None = None
+    """Text that the program reads from its standard input. None: it is closed."""
     is_isolated: bool = False
     """True if `argv` is the result of `isolated_program`."""
 

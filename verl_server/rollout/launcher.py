@@ -11,7 +11,9 @@ descriptor of its own how far it came, so that a fault of the isolation is no fa
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -26,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STATUS_DESCRIPTOR = 200
 """Descriptor of the bridge's status, as in `agents/bridge.py`."""
+_OPTIONS_DESCRIPTOR = 201
+"""Descriptor from which bubblewrap reads its options, which name folders of the user. All can read a command line."""
 _KILL_SECONDS = 10.0
 """Seconds for descendants to end after SIGKILL."""
 
@@ -41,15 +45,26 @@ def main() -> None:
     signal.set_wakeup_fd(wake_w)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     spec = json.loads(sys.stdin.buffer.readline())
-    log = _Log(spec["log"], spec["log_bytes"], "\n... (the rest of the output was dropped)\n")
+    log = _Log(spec["log"], spec["log_bytes"])
     output_r, output_w = os.pipe()
-    outputs = {output_r: [log]}
+    outputs: dict[int, list[_Log | _Tail]] = {output_r: [log]}
     stdout_w = output_w
     if spec["stdout"] is not None:
         stdout_r, stdout_w = os.pipe()
-        outputs[stdout_r] = [log, _Log(spec["stdout"], spec["stdout_bytes"], "")]
-    status_r, status_w = os.pipe()
-    os.dup2(status_w, _STATUS_DESCRIPTOR)
+        stdout = _Tail(spec["stdout_bytes"])
+        outputs[stdout_r] = [log, stdout]
+    argv, passed, status_r = spec["argv"], [], -1
+    if spec["is_isolated"]:
+        passed = [_STATUS_DESCRIPTOR, _OPTIONS_DESCRIPTOR]
+        status_r, status_w = os.pipe()
+        os.dup2(status_w, _STATUS_DESCRIPTOR)
+        os.close(status_w)
+        split = argv.index("--")
+        options = _file_of("\0".join(argv[1:split]))
+        os.dup2(options, _OPTIONS_DESCRIPTOR)
+        os.close(options)
+        argv = [argv[0], "--args", str(_OPTIONS_DESCRIPTOR), *argv[split:]]
+    stdin = subprocess.DEVNULL if spec["stdin"] is None else _file_of(spec["stdin"])
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -61,28 +76,29 @@ def main() -> None:
 
     try:
         program = subprocess.Popen(
-            spec["argv"],
+            argv,
             env=spec["env"],
             cwd=spec["cwd"],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout_w,
             stderr=output_w,
             start_new_session=True,
             preexec_fn=prepare,
-            pass_fds=(_STATUS_DESCRIPTOR,) if spec["is_isolated"] else (),
+            pass_fds=passed,
         )
     except (OSError, subprocess.SubprocessError) as error:
         result = {"error": f"{spec['argv'][0]} does not start: {error}", "isolation": spec["is_isolated"]}
         print(json.dumps(result), flush=True)
         return
     finally:
-        for descriptor in {output_w, stdout_w, status_w, _STATUS_DESCRIPTOR}:
+        for descriptor in {output_w, stdout_w, *passed}:
             os.close(descriptor)
     code, ended = _watch(program.pid, outputs, wake_r)
-    # bubblewrap itself gets no SIGTERM, because everything in its sandbox would be killed at once.
     left = _end_all(spec["grace"], code is None, program.pid if spec["is_isolated"] else None)
     for descriptor, files in outputs.items():
         _drain(descriptor, files)
+    if spec["stdout"] is not None:
+        stdout.save(spec["stdout"])
     if code is None:
         code = left.pop(program.pid, -signal.SIGKILL)
     result = {"code": code, "left": len(left), "ended": ended}
@@ -108,27 +124,56 @@ def _isolated_end(code: int, ended: bool, status: int) -> dict[str, Any]:
     if "unstarted" in said:
         return {"error": said["unstarted"], "isolation": True}
     if "started" not in said and not ended:
-        return {"error": f"bubblewrap did not start the program (exit code {code})", "isolation": True}
+        cause = f"bubblewrap ended with exit code {code} before it started the program. Its output has the cause"
+        return {"error": f"{cause}; --isolation none runs the program without it", "isolation": True}
     return {"code": 128 - code if code > 128 else code}  # a signal ended the bridge, or all of the sandbox
 
 
-class _Log:
-    """The program's output in a file, up to a size. The rest is read and dropped, and `end` says so."""
+def _file_of(text: str) -> int:
+    """Return a descriptor that reads a text, which no process can change."""
+    writing = os.memfd_create("verl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(writing, "wb") as file:
+        file.write(text.encode("utf-8", "surrogateescape"))
+        file.flush()
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        return os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def __init__(self, path: str, size: int, end: str) -> None:
+
+class _Tail:
+    """The last bytes of the program's standard output."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._parts: collections.deque[bytes] = collections.deque()
+        self._held = 0
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._held += len(data)
+        while self._held - len(self._parts[0]) >= self._size:
+            self._held -= len(self._parts.popleft())
+
+    def save(self, path: str) -> None:
+        with open(path, "wb") as file:
+            file.write(b"".join(self._parts)[-self._size :])
+
+
+class _Log:
+    """The program's output in a file, up to a size. The rest is read and dropped."""
+
+    def __init__(self, path: str, size: int) -> None:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (it lives as long as this process)
         self._left = size
-        self._end = end.encode()
 
     def write(self, data: bytes) -> None:
         if self._left > 0:
             self._file.write(data[: self._left])
             if len(data) >= self._left:
-                self._file.write(self._end)
+                self._file.write(b"\n... (the rest of the output was dropped)\n")
             self._left -= len(data)
 
 
-def _drain(descriptor: int, files: list[_Log]) -> None:
+def _drain(descriptor: int, files: list[_Log | _Tail]) -> None:
     """Read the rest of the data in a pipe."""
     os.set_blocking(descriptor, False)
     try:
@@ -139,7 +184,7 @@ def _drain(descriptor: int, files: list[_Log]) -> None:
         pass
 
 
-def _watch(program: int, outputs: dict[int, list[_Log]], wake: int) -> tuple[int | None, bool]:
+def _watch(program: int, outputs: dict[int, list[_Log | _Tail]], wake: int) -> tuple[int | None, bool]:
     """Copy output until the program ends or stdin closes. Return (exit code or None, True if stdin closed)."""
     reading = [0, wake, *outputs]
     while True:
@@ -174,13 +219,32 @@ def _reap() -> dict[int, int]:
 def _end_all(grace: float, is_gentle: bool, sandbox: int | None) -> dict[int, int]:
     """End every descendant, and return the exit codes that this process collected.
 
-    With `is_gentle`, all but the process `sandbox` get SIGTERM and the grace first.
+    With `is_gentle`, they get SIGTERM and the grace first. `sandbox` is the process of bubblewrap if the program is
+    isolated: it gets no SIGTERM, and the end of bubblewrap is the end of everything in it.
     """
     ended = _reap()
     if is_gentle:
         _send(signal.SIGTERM, sandbox)
-        ended |= _wait_all(grace, None)
-    return ended | _wait_all(_KILL_SECONDS, signal.SIGKILL)
+        ended |= _wait_all(grace, None) if sandbox is None else _wait_children(grace)
+    if sandbox is None:
+        return ended | _wait_all(_KILL_SECONDS, signal.SIGKILL)
+    if is_gentle and sandbox not in ended:
+        os.kill(sandbox, signal.SIGKILL)  # the kernel ends all that is in it
+    return ended | _wait_children(_KILL_SECONDS)
+
+
+def _wait_children(seconds: float) -> dict[int, int]:
+    """Wait until this process has no child. All that a sandbox leaves behind becomes a child of this process."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        codes |= _reap()
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            break
+        time.sleep(0.01)
+    return codes
 
 
 def _wait_all(seconds: float, again: int | None) -> dict[int, int]:

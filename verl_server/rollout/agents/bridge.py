@@ -6,9 +6,9 @@ COMMAND. The limits hold for the program and its descendants. Each connection to
 network is one connection to SOCKET, which `uplink.py` serves outside. Bytes pass unchanged, both directions close on
 their own, and a slow reader stops its writer.
 
-One line of JSON for each of "started", "code" and "failed" goes to the descriptor 200, which the launcher reads and the
-program does not have: a fault of the isolation differs from a fault of the program. SIGTERM is for the program, to which
-the launcher sends it, too; the bridge ends when the program has ended, and everything in the sandbox ends with it.
+A line of JSON goes to the descriptor 200 for "started", "code" and "failed". The launcher reads it, and the program
+does not have it: so the launcher knows a fault of the isolation from one of the program. SIGTERM is for the program, to
+which the launcher sends it, too. The bridge ends when the program has ended, and the sandbox ends with the bridge.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ def main() -> int:
         if port not in limits:
             relay.listen(int(port), path)
     try:
-        program = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=lambda: _limit(limits))
+        program = subprocess.Popen(argv, preexec_fn=lambda: _limit(limits))
     except (OSError, subprocess.SubprocessError) as error:
-        _say({"unstarted": f"{argv[0]} does not start in the sandbox: {error}"})
+        text = f"{argv[0]} does not start in the sandbox: {error}"
+        print(text, file=sys.stderr)
+        _say({"unstarted": text})
         return 127
     _say({"started": True})
     code = None

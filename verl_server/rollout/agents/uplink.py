@@ -1,13 +1,11 @@
-"""`uplink`: the outer end of an isolated program's connections, on the runner's event loop.
+"""`uplink`: the outer end of an isolated program's connections, a small HTTP proxy on the runner's event loop.
 
-`program.py` opens one uplink for each address of an episode: its session on the rollout server, and its environment's
-gateway. The uplink serves a Unix socket that only this episode's sandbox sees, and each connection to it becomes one
-connection to the address.
-
-The uplink reads the requests, because a server answers some routes without a key (`/health`, `/metrics`; a server for
-callers without a key even generates), and a proxy in front of it may serve other hosts. It hands on what is at or below
-the path of its URL, writes the `Host` of the URL, and answers anything else with 404. It writes each request anew, so
-that the server sees the same border between two requests as the uplink. Answers pass unchanged.
+`program.py` opens an uplink for each address of an episode: its session on the rollout server, and its environment's
+gateway. The uplink serves a Unix socket that only this episode's sandbox sees. It hands on the requests of a list only,
+because a server answers other routes without a key (`/metrics`, and some servers even generate), and a proxy in front
+of the server may serve other hosts. The path of the URL, which has the session key, is added here: a program does not
+know the key, so it is in no prompt. `Traffic` says what became of the requests, because a program may exit with 0
+although its server was lost.
 """
 
 from __future__ import annotations
@@ -15,217 +13,212 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import httptools
-import orjson
+import aiohttp
+from aiohttp import web
+from yarl import URL
 
-from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, certificates
+from verl_server.engine.http_clients import CONNECT_TIMEOUT, aiohttp_session
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 1024
-_CHUNK = 64 * 1024
-_MOST_HEAD_BYTES = 64 * 1024
-"""Most bytes of a request line with its headers, as the server's own bound."""
-_HOP = (b"host", b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"content-length", b"transfer-encoding")
-"""Headers of one connection, which the uplink writes itself."""
+GENERATIONS = frozenset([("POST", f"/v1/{name}") for name in ("messages", "chat/completions", "responses")])
+"""Requests that sample in a session."""
+SESSION_REQUESTS = GENERATIONS | {("POST", "/v1/messages/count_tokens"), ("GET", "/v1/models")}
+"""Requests that a program may send to its session."""
+ENVIRONMENT_REQUESTS = frozenset(
+    [("GET", "/observation"), ("POST", "/step"), ("GET", "/tools"), ("POST", "/call")]  # as in `gateway`
+)
+"""Requests that a program may send to its environment."""
+
+MOST_CONNECTIONS = 64
+"""Most connections of one uplink. The descriptors of the runner are those of all its episodes."""
+_BACKLOG = 128
+_MOST_ERROR_CHARACTERS = 2000
+_RETRY_SECONDS = 0.5
+_KEEP_ALIVE_SECONDS = 3600.0
+_OF_CONNECTIONS = ("host", "connection", "keep-alive", "proxy-connection", "te", "trailer", "upgrade", "expect")
+_OF_CALLERS = ("authorization", "x-api-key", "idempotency-key", "origin", "referer", "cookie", "forwarded")
+_DROPPED = frozenset([*_OF_CONNECTIONS, "transfer-encoding", *_OF_CALLERS])
+"""Headers that concern one connection, that name a caller, or that choose an earlier answer."""
+_DROPPED_PREFIXES = ("x-session-", "x-verl-", "sec-fetch-", "x-forwarded-")
+_NOT_RETURNED = frozenset(["connection", "keep-alive", "transfer-encoding"])
+
+
+@dataclass
+class Traffic:
+    """What one episode's program has asked its session, as the runner saw it."""
+
+    requests: int = 0
+    """Requests that were handed on."""
+    refused: int = 0
+    """Requests that are not allowed, and connections above the bound."""
+    failed_connects: int = 0
+    """Connections to the server that failed. They are tried again."""
+    generations: int = 0
+    """Generations that were asked for."""
+    last_status: int | None = None
+    """Status of the generation that ended last. 0: its connection was lost, or the server stayed away. None: none."""
+    last_error: str = ""
+    """Text of that answer if its status is an error."""
+
+    def _ended(self, status: int, error: str) -> None:
+        self.last_status, self.last_error = status, error
 
 
 @contextlib.asynccontextmanager
-async def uplink(path: Path, url: str) -> AsyncIterator[None]:
-    """Serve the Unix socket `path` until the block ends, for requests at or below `url` (http or https).
+async def uplink(
+    path: Path, url: str, allowed: Collection[tuple[str, str]], restart_timeout: float
+) -> AsyncIterator[Traffic]:
+    """Serve the Unix socket `path` until the block ends, and hand on the `allowed` (method, path) to below `url`.
 
-    The socket's folder must be private to this user. If the server is away, clients see a closed connection.
+    A connection to a server that is away is tried again for `restart_timeout` seconds. What was sent is never sent
+    again. The folder of the socket must be private to this user.
     """
-    connections: set[asyncio.Task[None]] = set()
+    traffic = Traffic()
+    loop = asyncio.get_running_loop()
+    async with aiohttp_session(0, force_close=True, auto_decompress=False) as client:
+        proxy = _Proxy(client, url.rstrip("/"), allowed, restart_timeout, traffic)
+        http = web.Server(
+            proxy.answer, handler_cancellation=True, access_log=None, keepalive_timeout=_KEEP_ALIVE_SECONDS
+        )
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        connections.add(task)
-        try:
-            await _carry(reader, writer, url)
-        except asyncio.CancelledError:
-            pass  # the episode has ended
-        finally:
-            connections.discard(task)
-            writer.transport.abort()
+        def accepted() -> asyncio.BaseProtocol:
+            if len(http.connections) < MOST_CONNECTIONS:
+                return http()
+            traffic.refused += 1
+            return _Refused()
 
-    with _bound(path) as listening:
-        server = await asyncio.start_unix_server(serve, sock=listening)
-        try:
-            yield
-        finally:
-            server.close()
-            for task in list(connections):
-                task.cancel()
-            if connections:
-                await asyncio.wait(list(connections), timeout=5.0)
-            with contextlib.suppress(OSError):
-                path.unlink()
+        with _listening(path) as sock:
+            server = await loop.create_unix_server(accepted, sock=sock)
+            try:
+                yield traffic
+            finally:
+                server.close()
+                await http.shutdown(timeout=0.1)
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 @contextlib.contextmanager
-def _bound(path: Path):  # type: ignore[no-untyped-def]
-    """Yield a listening Unix socket. Its address may be longer than the 107 bytes that a socket address holds."""
-    import os
-
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """Yield a Unix socket at `path`, which may be longer than the 107 bytes that an address of a socket holds."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    listening = socket.socket(socket.AF_UNIX)
+    sock = socket.socket(socket.AF_UNIX)
     try:
-        listening.bind(f"/proc/self/fd/{folder}/{path.name}")
-        listening.listen(_BACKLOG)
-        listening.setblocking(False)
-        yield listening
+        sock.bind(f"/proc/self/fd/{folder}/{path.name}")
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+        yield sock
     finally:
         os.close(folder)
-        listening.close()
+        sock.close()
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, url: str) -> None:
-    """Carry one connection to its end."""
-    address = urlsplit(url)
-    is_tls = address.scheme == "https"
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT):
-            from_server, to_server = await asyncio.open_connection(
-                address.hostname,
-                address.port or (443 if is_tls else 80),
-                ssl=certificates() if is_tls else None,
-                limit=_CHUNK,
-            )
-    except (OSError, TimeoutError) as error:
-        logger.debug("An agent's connection to %s failed: %s", address.netloc, error)
-        return
-    try:
-        sock = to_server.get_extra_info("socket")
-        for option in KEEP_ALIVE_OPTIONS:
-            sock.setsockopt(*option)
-        there = asyncio.ensure_future(_requests(reader, to_server, _Requests(address.path.rstrip("/"), address.netloc)))
-        back = asyncio.ensure_future(_copy(from_server, writer))
+class _Refused(asyncio.Protocol):
+    """A connection that is closed at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+@dataclass(frozen=True)
+class _Proxy:
+    """Answers the requests of one episode."""
+
+    client: aiohttp.ClientSession
+    url: str
+    allowed: Collection[tuple[str, str]]
+    restart_timeout: float
+    traffic: Traffic
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        path, _, query = request.raw_path.partition("?")
+        if path == "/" and request.method in ("GET", "HEAD"):  # programs look whether anybody is there
+            return web.Response(text="")
+        if (request.method, path) not in self.allowed:
+            self.traffic.refused += 1
+            names = ", ".join(sorted(f"{method} {path}" for method, path in self.allowed))
+            return _error(404, f"An isolated program cannot send {request.method} {path[:200]} here, only: {names}.")
+        is_generation = (request.method, path) in GENERATIONS
+        self.traffic.requests += 1
+        self.traffic.generations += is_generation
         try:
-            await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
-            if there.done() and not back.done():
-                refusal = there.exception()
-                if isinstance(refusal, _Refusal):
-                    back.cancel()
-                    await asyncio.wait([back])
-                    writer.write(refusal.answer)
-                    await writer.drain()
-                    writer.close()
-                    await writer.wait_closed()
-                elif refusal is None:
-                    await back  # the client sends no more, and still reads
-        except OSError:
-            pass  # one side has gone
-        finally:
-            for task in (there, back):
-                task.cancel()
-            await asyncio.gather(there, back, return_exceptions=True)
-    finally:
-        to_server.transport.abort()
+            upstream = await self._sent(request, path + (f"?{query}" if query else ""))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            text = f"The server is away or closed the connection: {error}"
+            if is_generation:
+                self.traffic._ended(0, text)
+            return _error(503, text)
+        answer = web.StreamResponse(status=upstream.status, reason=upstream.reason)
+        async with upstream:
+            said = await _handed_on(upstream, request, answer)
+        if is_generation:
+            status = 0 if said is None else upstream.status
+            self.traffic._ended(status, "The server closed the connection." if said is None else said)
+        return answer
+
+    async def _sent(self, request: web.BaseRequest, path: str) -> aiohttp.ClientResponse:
+        """Return the beginning of the server's answer. Try again as long as there was no connection."""
+        headers = [(name, value) for name, value in request.headers.items() if not _is_dropped(name.lower())]
+        deadline = asyncio.get_running_loop().time() + self.restart_timeout
+        while True:
+            try:
+                return await self.client.request(
+                    request.method,
+                    URL(self.url + path, encoded=True),
+                    headers=headers,
+                    data=request.content if request.body_exists else None,
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT),
+                    skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
+                )
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                self.traffic.failed_connects += 1
+                if asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(_CHUNK):
-        writer.write(data)
-        await writer.drain()
-    if writer.can_write_eof():
-        writer.write_eof()
+def _is_dropped(name: str) -> bool:
+    return name in _DROPPED or name.startswith(_DROPPED_PREFIXES)
 
 
-async def _requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, requests: _Requests) -> None:
-    while data := await reader.read(_CHUNK):
-        writer.write(requests.feed(data))
-        await writer.drain()
-    if writer.can_write_eof():
-        writer.write_eof()
+async def _handed_on(
+    upstream: aiohttp.ClientResponse, request: web.BaseRequest, answer: web.StreamResponse
+) -> str | None:
+    """Hand on an answer in the pieces in which it arrives. Return the text of an error, "" if it is none.
 
-
-class _Refusal(Exception):
-    """A request that is not handed on."""
-
-    def __init__(self, status: str, message: str) -> None:
-        super().__init__(message)
-        body = orjson.dumps({"error": {"message": message, "type": "invalid_request_error"}})
-        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.answer = f"{head}connection: close\r\n\r\n".encode() + body
-
-
-class _Requests:
-    """Reads the requests of one connection and writes them anew. The parser calls the methods `on_...`."""
-
-    def __init__(self, path: str, host: str) -> None:
-        self._path, self._host = path, host
-        self._parser = httptools.HttpRequestParser(self)
-        self._out = bytearray()
-        self._head_bytes = 0
-        self._refusal: _Refusal | None = None
-        self.on_message_begin()
-
-    def feed(self, data: bytes) -> bytes:
-        """Return what the server gets for these bytes of the client. Raise _Refusal."""
-        self._out.clear()
-        self._head_bytes += len(data) if self._in_head else 0
+    Return None if the answer broke: the client sees a closed connection, too.
+    """
+    for name, value in upstream.headers.items():
+        if name.lower() not in _NOT_RETURNED:
+            answer.headers.add(name, value)
+    error = bytearray()
+    await answer.prepare(request)
+    while True:
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refusal = _Refusal("400 Bad Request", "This address speaks HTTP/1.1 only: no upgrade, no CONNECT.")
-        except httptools.HttpParserError as error:
-            self._refusal = self._refusal or _Refusal("400 Bad Request", f"This is no request of HTTP/1.1: {error}")
-        if self._in_head and self._head_bytes > _MOST_HEAD_BYTES:
-            self._refusal = _Refusal("431 Request Header Fields Too Large", "The headers are too long.")
-        if self._refusal is not None:
-            raise self._refusal
-        return bytes(self._out)
+            data = await upstream.content.readany()
+        except (aiohttp.ClientError, OSError, TimeoutError) as lost:
+            logger.debug("The answer of %s broke: %s", request.path, lost)
+            if request.transport is not None:
+                request.transport.abort()
+            return None
+        if not data:
+            break
+        if upstream.status >= 400 and len(error) < _MOST_ERROR_CHARACTERS:
+            error += data
+        await answer.write(data)
+    await answer.write_eof()
+    return error.decode(errors="replace")[:_MOST_ERROR_CHARACTERS]
 
-    # -- the parser's events ------------------------------------------------------------------------------------
 
-    def on_message_begin(self) -> None:
-        self._in_head = True
-        self._target = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-
-    def on_url(self, url: bytes) -> None:
-        self._target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
-        path = self._target.partition(b"?")[0]
-        allowed = self._path.encode()
-        if (path != allowed and not path.startswith(allowed + b"/")) or b"/.." in path or b"%2e" in path.lower():
-            shown = self._target[:200].decode("latin-1")
-            self._refusal = _Refusal("404 Not Found", f"This program reaches its own session only, not {shown!r}.")
-            raise self._refusal
-        sent = {name.lower(): value for name, value in self._headers}
-        self._is_chunked = b"transfer-encoding" in sent
-        self._out += b"%s %s HTTP/%s\r\n" % (
-            self._parser.get_method(),
-            self._target,
-            self._parser.get_http_version().encode(),
-        )
-        self._out += b"host: %s\r\n" % self._host.encode()
-        for name, value in self._headers:
-            if name.lower() not in _HOP:
-                self._out += b"%s: %s\r\n" % (name, value)
-        if not self._parser.should_keep_alive():
-            self._out += b"connection: close\r\n"
-        if self._is_chunked:
-            self._out += b"transfer-encoding: chunked\r\n"
-        elif b"content-length" in sent:
-            self._out += b"content-length: %s\r\n" % sent[b"content-length"]
-        self._out += b"\r\n"
-
-    def on_body(self, body: bytes) -> None:
-        self._out += b"%x\r\n%s\r\n" % (len(body), body) if self._is_chunked else body
-
-    def on_message_complete(self) -> None:
-        if self._is_chunked:
-            self._out += b"0\r\n\r\n"
+def _error(status: int, message: str) -> web.Response:
+    """Return an error in a shape that clients of OpenAI and of Anthropic read."""
+    kind = "not_found_error" if status == 404 else "api_error"
+    return web.json_response({"type": "error", "error": {"type": kind, "message": message}}, status=status)

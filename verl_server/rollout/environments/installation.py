@@ -61,13 +61,12 @@ def _needed(program: Path, depth: int) -> list[Path]:
             f"{program} is a shim that starts another program. Name that program itself: `pyenv which "
             f"{program.name}`, `asdf which`, `volta which` or `mise which` prints its path."
         )
-    steps = list(links_on(program))
-    real = steps[-1][0]
-    needed = [program, *(link for link, target in steps if target is not None)]
+    links, real = links_on(program)
+    needed = [program, *links]
     interpreter = _interpreter(real)
     if (modules := _node_modules(real)) is not None:
         needed.append(modules)
-    elif (environment := _environment(program, steps)) is not None:
+    elif (environment := _environment(program, [*links, real])) is not None:
         needed += environment
     elif interpreter is not None:
         needed.append(_around_script(real, interpreter))
@@ -109,13 +108,13 @@ def _node_modules(real: Path) -> Path | None:
     return Path(*real.parts[: real.parts.index("node_modules") + 1])
 
 
-def _environment(program: Path, steps: Sequence[tuple[Path, str | None]]) -> list[Path] | None:
-    """Return a virtual environment, or an installation of Python, that a program of its `bin` needs.
+def _environment(program: Path, places: Sequence[Path]) -> list[Path] | None:
+    """Return a virtual environment, or an installation of Python, if one of the places is in its `bin`.
 
-    None if the program lies in neither. The folder of each link counts, because `bin/python` of a virtual environment is
-    a link to its base.
+    `places` are the links on the way to the program, because `bin/python` of a virtual environment is a link to its
+    base, and its real path. None if they lie in neither.
     """
-    for place in (program, *(step for step, _ in steps)):
+    for place in (program, *places):
         prefix = place.parent.parent
         if place.parent.name != "bin" or is_system(place):
             continue
@@ -133,12 +132,12 @@ def _base(config: Path) -> list[Path]:
     if not home:
         raise BadRequestError(f"{config} has no line `home = FOLDER`: the virtual environment is broken. {_REMEDY}")
     prefix = Path(home).parent
-    *links, (real, _) = links_on(prefix)
+    links, real = links_on(prefix)
     if is_system(real):
         return []
     if (prefix / "pyvenv.cfg").is_file():
         return [prefix, *_base(prefix / "pyvenv.cfg")]
-    return [_checked(prefix, config), *(link for link, _ in links)]
+    return [_checked(prefix, config), *links]
 
 
 def _around_script(real: Path, interpreter: Path) -> Path:

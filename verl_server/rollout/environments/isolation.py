@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -47,21 +47,24 @@ def check_isolation(isolation: str) -> None:
     """
     if isolation not in ("bubblewrap", "none"):
         raise BadRequestError(f'isolation must be "bubblewrap" or "none", not {isolation!r}.')
-    if isolation == "none":
-        return
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
+    if isolation == "bubblewrap":
+        _try(_bwrap())
+
+
+def _bwrap() -> str:
+    found = shutil.which("bwrap")
+    if found is None:
         raise BadRequestError(
             "A program that runs a policy's code needs isolation, and there is no `bwrap` on PATH. Install bubblewrap "
             f"(apt install bubblewrap), {_REMEDY}."
         )
-    _try(bwrap)
+    return found
 
 
 @functools.cache
 def _try(bwrap: str) -> None:
     """Run `true` as an isolated program. A failure is not remembered, so that a repaired machine works at once."""
-    command = _isolated_program(bwrap, ["/bin/true"], cwd=Path("/tmp"))
+    command = isolated_program(["/bin/true"], cwd=Path("/tmp"))
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRIAL_SECONDS, env={}
@@ -90,11 +93,11 @@ def isolated(argv: Sequence[str], isolation: Isolation) -> list[str]:
         return list(argv)
     shown = [*_SYSTEM, sys.base_prefix, sys.prefix]
     binds = [word for path in dict.fromkeys(shown) if Path(path).exists() for word in ("--ro-bind", path, path)]
-    bwrap = shutil.which("bwrap") or "bwrap"
+    binds = ["--tmpfs", "/tmp", *binds]  # in this order: an environment of Python may lie in /tmp
     separate = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
-    own = ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp"]
+    own = ["--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp"]
     variables = ["--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
-    return [bwrap, *separate, *binds, *own, *variables, "--", *argv]
+    return [_bwrap(), *separate, *binds, *own, *variables, "--", *argv]
 
 
 def isolated_program(
@@ -103,41 +106,26 @@ def isolated_program(
     cwd: Path,
     readable: Sequence[Path] = (),
     writable: Sequence[Path] = (),
+    readable_at: Mapping[Path, Path] | None = None,
+    writable_at: Mapping[Path, Path] | None = None,
     hidden: Sequence[Path] = (),
     sockets: Mapping[int, Path] | None = None,
     limits: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Return the command that runs `argv` in bubblewrap, for a `launched.Program` with `is_isolated=True`.
 
-    Paths are the same inside and outside. `readable` are files and folders that the program may read, such as its
-    installation, `writable` those that it may also change, and `hidden` parts of them that it must not see: a hidden
-    folder is empty, and a hidden file too. `sockets` maps a port of the sandbox's 127.0.0.1 to a Unix socket outside.
+    `readable` are files and folders that the program may read, such as its installation, and `writable` those that it
+    may also change. Their paths are the same inside and outside; the keys of `readable_at` and `writable_at` are paths
+    inside. `hidden` are parts of `readable` and `writable` that it must not see: a hidden folder or file is empty.
+    `sockets` maps a port of the sandbox's 127.0.0.1 to a Unix socket outside.
     `limits` (name of RLIMIT_… -> value) hold for the program and its descendants, not for bubblewrap and the bridge.
     The program's variables are those of the command (`Program.env`): variables on the command line would show the
-    session key to every user of the host. Raise BadRequestError if a path would show the user's HOME or all of /tmp,
-    and what `check_isolation` raises.
+    session key to every user of the host.
+
+    Raise BadRequestError if a path does not exist or would show the user's HOME or all of /tmp, or without bubblewrap.
     """
-    check_isolation("bubblewrap")
-    bwrap = shutil.which("bwrap") or "bwrap"
-    return _isolated_program(
-        *(bwrap, argv),
-        **{"cwd": cwd, "readable": readable, "writable": writable, "hidden": hidden},
-        **{"sockets": sockets, "limits": limits},
-    )
-
-
-def _isolated_program(
-    bwrap: str,
-    argv: Sequence[str],
-    *,
-    cwd: Path,
-    readable: Sequence[Path] = (),
-    writable: Sequence[Path] = (),
-    hidden: Sequence[Path] = (),
-    sockets: Mapping[int, Path] | None = None,
-    limits: Mapping[str, int] | None = None,
-) -> list[str]:
     sockets, limits = sockets or {}, limits or {}
+    bwrap = _bwrap()
     python = os.path.realpath(sys.executable)
     for path in (*readable, *writable):
         _check_shown(path)
@@ -147,19 +135,21 @@ def _isolated_program(
     command += ["--uid", _SANDBOX_ID, "--gid", _SANDBOX_ID, "--hostname", "sandbox"]
     if "--disable-userns" in known:  # further user namespaces would open more of the kernel to the program
         command += ["--disable-userns"]
-    for path in _SYSTEM_OF_PROGRAMS:
-        if os.path.islink(path) and os.path.dirname(path) == "/":
-            command += ["--symlink", os.readlink(path), path]
-        elif os.path.exists(path):
-            command += ["--ro-bind", path, path]
-    for file in ("passwd", "group", "hosts", "nsswitch.conf"):
+    for name in _SYSTEM_OF_PROGRAMS:
+        if os.path.islink(name) and os.path.dirname(name) == "/":
+            command += ["--symlink", os.readlink(name), name]
+        elif os.path.exists(name):
+            command += ["--ro-bind", name, name]
+    for file in ("passwd", "group", "hosts", "nsswitch.conf", "gitconfig"):
         command += ["--ro-bind", str(_ETC / file), f"/etc/{file}"]
     command += ["--proc", "/proc", "--dev", "/dev", *size, "--perms", "1777", "--tmpfs", "/dev/shm"]
     command += [*size, "--perms", "1777", "--tmpfs", "/tmp"]
     command += _binds([*readable, *_python_files(python)], writable, hidden)
-    command += ["--ro-bind", str(_BRIDGE), str(_INSIDE / "bridge.py")]
-    for port, path in sockets.items():
-        command += ["--ro-bind", str(path), str(_INSIDE / str(port))]
+    for inside, outside in sorted((writable_at or {}).items()):
+        command += ["--bind", str(outside), str(inside)]
+    offered = {_INSIDE / str(port): path for port, path in sockets.items()} | {_INSIDE / "bridge.py": _BRIDGE}
+    for inside, outside in (offered | dict(readable_at or {})).items():
+        command += ["--ro-bind", str(outside), str(inside)]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(cwd)]
     bridge = [f"{name}={value}" for name, value in limits.items()]
     bridge += [f"{port}={_INSIDE / str(port)}" for port in sockets]
@@ -192,10 +182,8 @@ def _binds(readable: Sequence[Path], writable: Sequence[Path], hidden: Sequence[
     mounts: dict[Path, str] = {}
     links: dict[Path, str] = {}
     for path, option in (*((p, "--ro-bind") for p in readable), *((p, "--bind") for p in writable)):
-        real = path
-        for real, target in links_on(path):
-            if target is not None:
-                links[real] = target
+        found, real = links_on(path)
+        links |= found
         if not is_system(real):
             mounts[real] = option
     mounts = {path: option for path, option in mounts.items() if not _is_covered(path, option, mounts)}
@@ -205,10 +193,10 @@ def _binds(readable: Sequence[Path], writable: Sequence[Path], hidden: Sequence[
     for link, target in links.items():
         if not is_system(link) and not any(link.is_relative_to(path) for path in mounts):
             words += ["--symlink", target, str(link)]
-    for path in map(Path, map(os.path.realpath, hidden)):
-        if any(path.is_relative_to(shown) for shown in mounts) and path.exists():
-            empty = ["--tmpfs", str(path), "--remount-ro", str(path)]
-            words += empty if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
+    for masked in map(Path, map(os.path.realpath, hidden)):
+        if any(masked.is_relative_to(shown) for shown in mounts) and masked.exists():
+            empty = ["--tmpfs", str(masked), "--remount-ro", str(masked)]
+            words += empty if masked.is_dir() else ["--ro-bind", os.devnull, str(masked)]
     return words
 
 
@@ -220,32 +208,28 @@ def _is_covered(path: Path, option: str, mounts: Mapping[Path, str]) -> bool:
     return False
 
 
-def links_on(path: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield (link, target) for every symbolic link on the way to an absolute path, then (real path, None).
+def links_on(path: Path) -> tuple[dict[Path, str], Path]:
+    """Return (link -> target for every symbolic link on the way to a path, the real path).
 
-    Each link's own folder is a real path. Raise BadRequestError if the links never end or nothing is there.
+    The folder of each link is a real path. Raise BadRequestError if the links never end or nothing is there.
     """
-    rest, real, seen = list(reversed(Path(os.path.abspath(path)).parts[1:])), Path("/"), 0
+    links: dict[Path, str] = {}
+    rest, real = list(reversed(Path(os.path.abspath(path)).parts[1:])), Path("/")
     while rest:
         part = rest.pop()
+        step = real / part
         if part == "..":
             real = real.parent
-            continue
-        step = real / part
-        if not step.is_symlink():
-            real = step
-            continue
-        target = os.readlink(step)
-        seen += 1
-        if seen > _LONGEST_CHAIN:
-            raise BadRequestError(f"{path} has more than {_LONGEST_CHAIN} symbolic links on its way.")
-        yield step, target
-        if target.startswith("/"):
-            real = Path("/")
-        rest += reversed([part for part in Path(target).parts if part != "/"])
+        elif step.is_symlink():
+            if len(links) == _LONGEST_CHAIN:
+                raise BadRequestError(f"{path} has more than {_LONGEST_CHAIN} symbolic links on its way.")
+            links[step] = os.readlink(step)
+            rest += reversed(Path(links[step]).parts)
+        else:
+            real = step  # an absolute target begins with "/", which replaces what was before it
     if not os.path.lexists(real):
-        raise BadRequestError(f"There is no file or folder {path}{f' ({real})' if real != Path(path) else ''}.")
-    yield real, None
+        raise BadRequestError(f"There is no file or folder {path}{f' ({real})' if real != path else ''}.")
+    return links, real
 
 
 def is_system(path: Path) -> bool:
