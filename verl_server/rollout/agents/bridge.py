@@ -30,6 +30,8 @@ _PR_SET_DUMPABLE = 4
 _BUFFER = 256 * 1024
 """Most bytes that wait in one direction of a connection."""
 _BACKLOG = 1024
+_LOOK_SECONDS = 0.2
+"""Time between two counts of the processes, where the kernel does not bound them."""
 _PAUSE_SECONDS = 0.05
 """Time without accepting after the process has run out of descriptors."""
 
@@ -59,12 +61,26 @@ def main() -> int:
         _say({"unstarted": text})
         return 127
     _say({"started": True})
+    watched = limits.get("RLIMIT_NPROC") if _is_root_outside() else None
     code = None
     while code is None:
-        relay.step()
+        relay.step(None if watched is None else _LOOK_SECONDS)
+        if watched is not None and _processes() > watched:
+            print(f"\nThe program had more than {watched} processes (AgentLimits.processes).", file=sys.stderr)
+            os.kill(-1, signal.SIGKILL)  # everything in the sandbox except for this process and the first one
         code = program.poll()
     _say({"code": code})
     return code if code >= 0 else 128 - code
+
+
+def _is_root_outside() -> bool:
+    """Return True if the user outside of the sandbox is root, for whom the kernel ignores RLIMIT_NPROC."""
+    with open("/proc/self/uid_map") as file:
+        return any(line.split()[1] == "0" for line in file)
+
+
+def _processes() -> int:
+    return sum(name.isdigit() for name in os.listdir("/proc"))
 
 
 def _limit(limits: dict[str, int]) -> None:
@@ -130,10 +146,10 @@ class _Relay:
         self._listening[listening] = path
         self._selector.register(listening, selectors.EVENT_READ)
 
-    def step(self) -> None:
-        """Wait until something can be done, and do it. A signal ends the wait."""
+    def step(self, seconds: float | None) -> None:
+        """Wait until something can be done, at most `seconds`, and do it. A signal ends the wait."""
         done: set[int] = set()
-        for key, events in self._selector.select(_PAUSE_SECONDS if self._is_paused else None):
+        for key, events in self._selector.select(_PAUSE_SECONDS if self._is_paused else seconds):
             if key.fileobj == self._wake:
                 os.read(self._wake, 4096)
             elif key.data is None:

@@ -36,6 +36,8 @@ _HOME, _WORKSPACE = Path("/home/agent"), Path("/workspace")
 _NO_KEY = "session"
 """The key that an isolated program sends. The same prompts in all episodes of a group share a prefix of the cache."""
 _TASK_FILE = "task.json"
+_MOST_PROCESSES = 4096
+"""Processes and threads of a sandbox if `AgentLimits.processes` is None, so that a fork bomb has a bound."""
 _RESERVED = ("VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY")
 
 
@@ -65,12 +67,14 @@ def check_program(
     return command
 
 
-def probe_program(program: str, *, isolation: Isolation, readable: Sequence[Path] = ()) -> str:
-    """Run `PROGRAM --version`, isolated as in the episodes, and return its first line. This blocks for some seconds.
+def probe_program(
+    program: str, *, isolation: Isolation, readable: Sequence[Path] = (), arguments: Sequence[str] = ("--version",)
+) -> str:
+    """Run a program once, isolated as in the episodes, and return its first line. This blocks for some seconds.
 
     Raise BadRequestError with the end of its output if it cannot run: its interpreter or a library may be missing.
     """
-    command, home = [program, "--version"], Path("/tmp")
+    command, home, shown_command = [program, *arguments], Path("/tmp"), " ".join([program, *arguments])
     path = os.environ.get("PATH", os.defpath)
     if isolation != "none":
         check_isolation(isolation)
@@ -82,12 +86,12 @@ def probe_program(program: str, *, isolation: Isolation, readable: Sequence[Path
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=env, timeout=60
         )
     except subprocess.TimeoutExpired:
-        raise BadRequestError(f"`{program} --version` did not end within 60 s.") from None
+        raise BadRequestError(f"`{shown_command}` did not end within 60 s.") from None
     except OSError as error:
         raise BadRequestError(f"{program} does not start: {error}") from error
     if done.returncode != 0:
         raise BadRequestError(
-            f"`{program} --version` failed (exit code {done.returncode}) with isolation {isolation!r}. A file that the "
+            f"`{shown_command}` failed (exit code {done.returncode}) with isolation {isolation!r}. A file that the "
             "program needs may not be visible: name its folder with `readable` (--readable FOLDER), or use "
             f"--isolation none. Its last lines:\n{(done.stdout + done.stderr)[-1000:]}"
         )
@@ -165,7 +169,7 @@ class ProgramPlace:
         its installation, which `installation_of` finds. `stdin` is its input. With `stdout_bytes`, `stdout` of the
         result has the last so many bytes of its standard output. `isolation_failed` is True if the sandbox failed.
         """
-        bounds = _resource_limits(limits)
+        bounds = _resource_limits(limits, None if self.sandbox is None else _MOST_PROCESSES)
         variables = {"HOME": str(self.home), "TMPDIR": str(self.temporary), "LANG": "C.UTF-8", **env}
         variables.setdefault("PATH", os.environ.get("PATH", os.defpath))
         cwd = str(self.cwd)
@@ -341,11 +345,12 @@ def _variables(place: ProgramPlace, pass_env: Sequence[str]) -> dict[str, str]:
     return env
 
 
-def _resource_limits(limits: AgentLimits) -> dict[str, int]:
+def _resource_limits(limits: AgentLimits, processes: int | None = None) -> dict[str, int]:
+    """Return name of RLIMIT_… -> value. `processes` is the bound of processes if `limits` has none."""
     wanted = {
         "RLIMIT_CPU": limits.cpu_seconds,
         "RLIMIT_AS": limits.memory_bytes,
-        "RLIMIT_NPROC": limits.processes,
+        "RLIMIT_NPROC": limits.processes or processes,
         "RLIMIT_NOFILE": limits.open_files,
         "RLIMIT_FSIZE": limits.file_bytes,
         "RLIMIT_CORE": 0,

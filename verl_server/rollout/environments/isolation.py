@@ -196,7 +196,7 @@ def _binds(readable: Sequence[Path], writable: Sequence[Path], hidden: Sequence[
     for masked in map(Path, map(os.path.realpath, hidden)):
         if any(masked.is_relative_to(shown) for shown in mounts) and masked.exists():
             empty = ["--tmpfs", str(masked), "--remount-ro", str(masked)]
-            words += empty if masked.is_dir() else ["--ro-bind", os.devnull, str(masked)]
+            words += empty if masked.is_dir() else ["--ro-bind", str(_ETC / "empty"), str(masked)]
     return words
 
 
