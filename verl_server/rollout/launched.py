@@ -12,14 +12,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
-
-T = TypeVar("T")
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _TAIL_BYTES = 4000
@@ -70,7 +66,15 @@ class Exit:
 
 async def launch(program: Program) -> Exit:
     """Run a program to its end. A cancelled call ends the program and all of its descendants first."""
-    launcher = await _started()
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-I", "-S", str(_LAUNCHER)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+        start_new_session=True,  # Ctrl-C reaches the runner only, which then ends the programs
+    )
     assert launcher.stdin is not None and launcher.stdout is not None
     reading = asyncio.ensure_future(launcher.stdout.read())
     try:
@@ -80,52 +84,29 @@ async def launch(program: Program) -> Exit:
         answer = await asyncio.shield(reading)
     finally:
         launcher.stdin.close()  # the launcher ends what still runs
-        await _uninterrupted(_ended(launcher, reading, program.grace + _EXIT_SECONDS))
+        await _ended(launcher, reading, program.grace + _EXIT_SECONDS)
     output = await asyncio.to_thread(tail, program.log)
     stdout = "" if program.stdout is None else await asyncio.to_thread(_text, program.stdout)
     return dataclasses.replace(_exit(answer, output), stdout=stdout)
 
 
-async def _started() -> asyncio.subprocess.Process:
-    """Start the launcher. A cancelled start of a process may never end in asyncio, so it is completed and then ended."""
-    starting = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-I", "-S", str(_LAUNCHER)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={"PATH": os.defpath, "LANG": "C.UTF-8"},
-            start_new_session=True,  # Ctrl-C reaches the runner only, which then ends the programs
-        )
-    )
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        launcher = await _uninterrupted(starting)
-        launcher.kill()  # it has started nothing yet
-        await _uninterrupted(launcher.wait())
-        raise
-
-
 async def _ended(launcher: asyncio.subprocess.Process, reading: asyncio.Future[bytes], seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await reading
+    """Wait for the launcher. A second cancellation does not interrupt this wait."""
+
+    async def wait() -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await reading
+                await launcher.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                launcher.kill()
             await launcher.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            launcher.kill()
-        await launcher.wait()
 
-
-async def _uninterrupted(work: Awaitable[T]) -> T:
-    """Wait for `work`. A second cancellation does not interrupt this wait."""
-    waiting = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(wait())
     while not waiting.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.shield(waiting)
-    return waiting.result()
 
 
 def _exit(answer: bytes, output: str) -> Exit:

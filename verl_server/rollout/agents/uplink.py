@@ -95,8 +95,10 @@ async def uplink(
             return _Refused()
 
         with _listening(path) as sock:
-            server = await loop.create_unix_server(accepted, sock=sock)
+            # A cancelled call that also starts to serve would leave the event loop with a descriptor that is closed.
+            server = await loop.create_unix_server(accepted, sock=sock, start_serving=False)
             try:
+                await server.start_serving()
                 yield traffic
             finally:
                 server.close()
