@@ -33,8 +33,10 @@ def read_left(root: Path, name: str, most: int) -> bytes | None:
         folder = inner
     if folder is None:
         return None
-    with os.fdopen(folder, "rb", buffering=0) as file:
-        return _content(file.fileno(), most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    try:
+        return _content(folder, most) if stat.S_ISREG(os.fstat(folder).st_mode) else None
+    finally:
+        os.close(folder)
 
 
 def _content(descriptor: int, most: int) -> bytes:
