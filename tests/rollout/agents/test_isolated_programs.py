@@ -312,8 +312,10 @@ while True:
     assert (tmp_path / "workspace/ended").exists()
 
 
-def test_programs_that_are_cancelled_at_once_leave_nothing(tmp_path: Path) -> None:
-    before = set(Path("/tmp").glob("verl-agent-*"))
+def test_programs_that_are_cancelled_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
 
     async def main() -> None:
         async with fake_server(lambda messages: "") as fake, session_of(fake) as session:
@@ -327,7 +329,7 @@ def test_programs_that_are_cancelled_at_once_leave_nothing(tmp_path: Path) -> No
             assert all(one.done() for one in running)
 
     asyncio.run(main())
-    assert _sandboxed() == [] and set(Path("/tmp").glob("verl-agent-*")) <= before
+    assert _sandboxed() == [] and list(temporary.iterdir()) == []
 
 
 def test_a_program_that_closes_its_output_early_runs_on(tmp_path: Path) -> None:
