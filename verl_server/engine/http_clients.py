@@ -78,14 +78,25 @@ def aiohttp_transport(limit: int = 0) -> AiohttpTransport:
     httpx's own pool scans all connections for each request. With 256 concurrent requests the pool reaches a few hundred
     requests a second, and aiohttp reaches 4,000. `limit` is the most connections, 0 for no limit.
     """
-    return AiohttpTransport(verify=certificates(), client=functools.partial(_aiohttp_session, limit))
+    return AiohttpTransport(verify=certificates(), client=functools.partial(aiohttp_session, limit))
 
 
-def _aiohttp_session(limit: int) -> aiohttp.ClientSession:
+def aiohttp_session(
+    limit: int = 0, *, force_close: bool = False, auto_decompress: bool = True
+) -> aiohttp.ClientSession:
+    """Return a session of aiohttp with the certificates and the keep-alive probes of this package.
+
+    `limit` is the most connections, 0 for no limit. With `force_close`, each request has a connection of its own, so
+    that a request that finds no connection was not sent.
+    """
     connector = aiohttp.TCPConnector(
-        limit=limit, ssl=certificates(), keepalive_timeout=KEEP_ALIVE_EXPIRY, socket_factory=_socket
+        limit=limit,
+        ssl=certificates(),
+        force_close=force_close,
+        keepalive_timeout=None if force_close else KEEP_ALIVE_EXPIRY,
+        socket_factory=_socket,
     )
-    return aiohttp.ClientSession(connector=connector)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=auto_decompress)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -36,6 +37,14 @@ class Program(msgspec.Struct, frozen=True):
     log_bytes: int
     grace: float
     """Seconds between SIGTERM and SIGKILL."""
+    stdout: Path | None = None
+    """File for the end of the standard output alone, which `log` has too. The program must not be able to write it."""
+    stdout_bytes: int = 4 * 2**20
+    """The most bytes of the file `stdout`: the last ones."""
+    stdin: str | None = None
+    """Text that the program reads from its standard input. None: it is closed."""
+    is_isolated: bool = False
+    """True if `argv` is the result of `isolated_program`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,12 @@ class Exit:
     output: str
     """The last lines of its output."""
     error: str | None = None
+    """Cause if the program did not start or its end is unknown."""
     launcher_was_killed: bool = False
+    isolation_failed: bool = False
+    """True if bubblewrap or its bridge failed: the fault is the infrastructure's. `error` has the cause."""
+    stdout: str = ""
+    """Content of the file `Program.stdout`."""
 
 
 async def launch(program: Program) -> Exit:
@@ -62,16 +76,18 @@ async def launch(program: Program) -> Exit:
         start_new_session=True,  # Ctrl-C reaches the runner only, which then ends the programs
     )
     assert launcher.stdin is not None and launcher.stdout is not None
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        launcher.stdin.write(msgspec.json.encode(program, enc_hook=str) + b"\n")
-        await launcher.stdin.drain()
     reading = asyncio.ensure_future(launcher.stdout.read())
     try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            launcher.stdin.write(msgspec.json.encode(program, enc_hook=str) + b"\n")
+            await launcher.stdin.drain()
         answer = await asyncio.shield(reading)
     finally:
         launcher.stdin.close()  # the launcher ends what still runs
         await _ended(launcher, reading, program.grace + _EXIT_SECONDS)
-    return _exit(answer, await asyncio.to_thread(tail, program.log))
+    output = await asyncio.to_thread(tail, program.log)
+    stdout = "" if program.stdout is None else await asyncio.to_thread(_text, program.stdout)
+    return dataclasses.replace(_exit(answer, output), stdout=stdout)
 
 
 async def _ended(launcher: asyncio.subprocess.Process, reading: asyncio.Future[bytes], seconds: float) -> None:
@@ -99,7 +115,7 @@ def _exit(answer: bytes, output: str) -> Exit:
     except (IndexError, json.JSONDecodeError):
         return Exit(None, output, "the launcher of the program was killed", launcher_was_killed=True)
     if "error" in result:
-        return Exit(None, output, result["error"])
+        return Exit(None, output, result["error"], isolation_failed=result["isolation"])
     return Exit(result["code"], output)
 
 
@@ -115,6 +131,13 @@ def kill_marked(variable: str) -> int:
                 os.kill(int(folder.name), signal.SIGKILL)
                 killed += 1
     return killed
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def tail(log: Path) -> str:

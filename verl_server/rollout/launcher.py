@@ -4,11 +4,16 @@ It imports only the standard library, so that it starts in milliseconds under `p
 all that the program starts: a descendant that called `setsid` and lost its parent becomes a child of this process.
 The specification is one line of JSON on stdin. When stdin closes (the runner ended it, or died) or the program ends,
 every descendant receives SIGTERM and, after the grace, SIGKILL. The last line on stdout is the result as JSON.
+
+An isolated program is bubblewrap, which starts `agents/bridge.py`, which starts the program. The bridge says on a
+descriptor of its own how far it came, so that a fault of the isolation is no fault of the program.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -21,12 +26,19 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_STATUS_DESCRIPTOR = 200
+"""Descriptor of the bridge's status, as in `agents/bridge.py`."""
+_OPTIONS_DESCRIPTOR = 201
+"""Descriptor from which bubblewrap reads its options, which name folders of the user. All can read a command line."""
 _KILL_SECONDS = 10.0
 """Seconds for descendants to end after SIGKILL."""
 
 
 def main() -> None:
-    """Run the program and print {"code": exit code, "left": descendants that outlived it, "ended": by the runner}."""
+    """Run the program and print {"code": exit code, "left": descendants that outlived it, "ended": by the runner}.
+
+    Print {"error": cause} if the program did not start, with "isolation": true if that is a fault of the isolation.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -35,6 +47,24 @@ def main() -> None:
     spec = json.loads(sys.stdin.buffer.readline())
     log = _Log(spec["log"], spec["log_bytes"])
     output_r, output_w = os.pipe()
+    outputs: dict[int, list[_Log | _Tail]] = {output_r: [log]}
+    stdout_w = output_w
+    if spec["stdout"] is not None:
+        stdout_r, stdout_w = os.pipe()
+        stdout = _Tail(spec["stdout_bytes"])
+        outputs[stdout_r] = [log, stdout]
+    argv, passed, status_r = spec["argv"], [], -1
+    if spec["is_isolated"]:
+        passed = [_STATUS_DESCRIPTOR, _OPTIONS_DESCRIPTOR]
+        status_r, status_w = os.pipe()
+        os.dup2(status_w, _STATUS_DESCRIPTOR)
+        os.close(status_w)
+        split = argv.index("--")
+        options = _file_of("\0".join(argv[1:split]))
+        os.dup2(options, _OPTIONS_DESCRIPTOR)
+        os.close(options)
+        argv = [argv[0], "--args", str(_OPTIONS_DESCRIPTOR), *argv[split:]]
+    stdin = subprocess.DEVNULL if spec["stdin"] is None else _file_of(spec["stdin"])
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -46,26 +76,86 @@ def main() -> None:
 
     try:
         program = subprocess.Popen(
-            spec["argv"],
+            argv,
             env=spec["env"],
             cwd=spec["cwd"],
-            stdin=subprocess.DEVNULL,
-            stdout=output_w,
+            stdin=stdin,
+            stdout=stdout_w,
             stderr=output_w,
             start_new_session=True,
             preexec_fn=prepare,
+            pass_fds=passed,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        print(json.dumps({"error": f"{spec['argv'][0]} does not start: {error}"}), flush=True)
+        result = {"error": f"{spec['argv'][0]} does not start: {error}", "isolation": spec["is_isolated"]}
+        print(json.dumps(result), flush=True)
         return
     finally:
-        os.close(output_w)
-    code, ended = _watch(program.pid, output_r, wake_r, log)
-    left = _end_all(spec["grace"], program.pid if code is None else None)
-    log.drain(output_r)
+        for descriptor in {output_w, stdout_w, *passed}:
+            os.close(descriptor)
+    code, ended = _watch(program.pid, outputs, wake_r)
+    left = _end_all(spec["grace"], code is None, program.pid if spec["is_isolated"] else None)
+    for descriptor, files in outputs.items():
+        _drain(descriptor, files)
+    if spec["stdout"] is not None:
+        stdout.save(spec["stdout"])
     if code is None:
         code = left.pop(program.pid, -signal.SIGKILL)
-    print(json.dumps({"code": code, "left": len(left), "ended": ended}), flush=True)
+    result = {"code": code, "left": len(left), "ended": ended}
+    if spec["is_isolated"]:
+        result |= _isolated_end(code, ended, status_r)
+    print(json.dumps(result), flush=True)
+
+
+def _isolated_end(code: int, ended: bool, status: int) -> dict[str, Any]:
+    """Return what the bridge's status changes in the result. `code` is the exit code of bubblewrap."""
+    os.set_blocking(status, False)
+    try:
+        lines = os.read(status, 65536).splitlines()
+    except BlockingIOError:
+        lines = []
+    said: dict[str, Any] = {}
+    for line in lines:
+        said |= json.loads(line)
+    if "code" in said:
+        return {"code": said["code"]}
+    if "failed" in said:
+        return {"error": f"the bridge of the sandbox failed: {said['failed']}", "isolation": True}
+    if "unstarted" in said:
+        return {"error": said["unstarted"], "isolation": True}
+    if "started" not in said and not ended:
+        cause = f"bubblewrap ended with exit code {code} before it started the program. Its output has the cause"
+        return {"error": f"{cause}; --isolation none runs the program without it", "isolation": True}
+    return {"code": 128 - code if code > 128 else code}  # a signal ended the bridge, or all of the sandbox
+
+
+def _file_of(text: str) -> int:
+    """Return a descriptor that reads a text, which no process can change."""
+    writing = os.memfd_create("verl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(writing, "wb") as file:
+        file.write(text.encode("utf-8", "surrogateescape"))
+        file.flush()
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        return os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class _Tail:
+    """The last bytes of the program's standard output."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._parts: collections.deque[bytes] = collections.deque()
+        self._held = 0
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._held += len(data)
+        while self._held - len(self._parts[0]) >= self._size:
+            self._held -= len(self._parts.popleft())
+
+    def save(self, path: str) -> None:
+        with open(path, "wb") as file:
+            file.write(b"".join(self._parts)[-self._size :])
 
 
 class _Log:
@@ -82,26 +172,29 @@ class _Log:
                 self._file.write(b"\n... (the rest of the output was dropped)\n")
             self._left -= len(data)
 
-    def drain(self, descriptor: int) -> None:
-        """Read the rest of the data in the pipe."""
-        os.set_blocking(descriptor, False)
-        try:
-            while data := os.read(descriptor, 65536):
-                self.write(data)
-        except BlockingIOError:
-            pass
+
+def _drain(descriptor: int, files: list[_Log | _Tail]) -> None:
+    """Read the rest of the data in a pipe."""
+    os.set_blocking(descriptor, False)
+    try:
+        while data := os.read(descriptor, 65536):
+            for file in files:
+                file.write(data)
+    except BlockingIOError:
+        pass
 
 
-def _watch(program: int, output: int, wake: int, log: _Log) -> tuple[int | None, bool]:
+def _watch(program: int, outputs: dict[int, list[_Log | _Tail]], wake: int) -> tuple[int | None, bool]:
     """Copy output until the program ends or stdin closes. Return (exit code or None, True if stdin closed)."""
-    reading = [0, output, wake]
+    reading = [0, wake, *outputs]
     while True:
         for ready in select.select(reading, [], [])[0]:
             data = os.read(ready, 65536)
-            if ready == output:
-                log.write(data)
+            if ready in outputs:
+                for file in outputs[ready]:
+                    file.write(data)
                 if not data:
-                    reading.remove(output)
+                    reading.remove(ready)
             elif ready == wake:
                 codes = _reap()
                 if program in codes:
@@ -123,16 +216,35 @@ def _reap() -> dict[int, int]:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _end_all(grace: float, program: int | None) -> dict[int, int]:
+def _end_all(grace: float, is_gentle: bool, sandbox: int | None) -> dict[int, int]:
     """End every descendant, and return the exit codes that this process collected.
 
-    If the program has ended by itself, its descendants are killed without a grace.
+    With `is_gentle`, they get SIGTERM and the grace first. `sandbox` is the process of bubblewrap if the program is
+    isolated: it gets no SIGTERM, and the end of bubblewrap is the end of everything in it.
     """
     ended = _reap()
-    if program is not None:
-        _send(signal.SIGTERM)
-        ended |= _wait_all(grace, None)
-    return ended | _wait_all(_KILL_SECONDS, signal.SIGKILL)
+    if is_gentle:
+        _send(signal.SIGTERM, sandbox)
+        ended |= _wait_all(grace, None) if sandbox is None else _wait_children(grace)
+    if sandbox is None:
+        return ended | _wait_all(_KILL_SECONDS, signal.SIGKILL)
+    if is_gentle and sandbox not in ended:
+        os.kill(sandbox, signal.SIGKILL)  # the kernel ends all that is in it
+    return ended | _wait_children(_KILL_SECONDS)
+
+
+def _wait_children(seconds: float) -> dict[int, int]:
+    """Wait until this process has no child. All that a sandbox leaves behind becomes a child of this process."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        codes |= _reap()
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            break
+        time.sleep(0.01)
+    return codes
 
 
 def _wait_all(seconds: float, again: int | None) -> dict[int, int]:
@@ -148,12 +260,13 @@ def _wait_all(seconds: float, again: int | None) -> dict[int, int]:
         time.sleep(0.01)
 
 
-def _send(number: int) -> None:
+def _send(number: int, without: int | None = None) -> None:
     for pid in _descendants():
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+        if pid != without:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
 
 
 def _descendants() -> list[int]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
+
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, Policy, fake_server
 from verl_server.errors import BadRequestError
+from verl_server.rollout.agents.program import ProgramExit, ProgramPlace, check_program, program_place
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentLimits, AgentRun, AgentSession, AgentTask, Server
 from verl_server.rollout.environment import EnvError
+from verl_server.rollout.environments.isolation import check_isolation
 
 PROGRAM_HEAD = """
 import json, os, sys, time, urllib.request
@@ -123,3 +129,57 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def needs_bubblewrap() -> None:
+    """Skip the test if this machine cannot isolate a program."""
+    try:
+        check_isolation("bubblewrap")
+    except BadRequestError as error:
+        pytest.skip(f"needs bubblewrap, and the right to make namespaces: {error}")
+
+
+@contextlib.asynccontextmanager
+async def session_of(fake: FakeServer) -> AsyncIterator[AgentSession]:
+    """A session of a fake server."""
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {OWNER_KEY}"}) as client:
+        made = (await client.post(f"{fake.url}/sessions", json={})).json()
+    yield AgentSession(made["id"], fake.url + made["base_url"], fake.url + made["anthropic_base_url"], made["key"])
+
+
+async def run_isolated(
+    code: str | list[str],
+    session: AgentSession,
+    folder: Path,
+    *,
+    workspace: bool = True,
+    limits: AgentLimits | None = None,
+    stdin: str | None = None,
+    inspect: Callable[[ProgramPlace], Any] = lambda place: None,
+    **options: Any,
+) -> ProgramExit:
+    """Run Python code, or a command, as an isolated program whose workspace is `folder`/workspace."""
+    place_folder = folder / "workspace"
+    place_folder.mkdir(exist_ok=True)
+    argv = program(code) if isinstance(code, str) else code
+    options = {"isolation": "bubblewrap", "restart_timeout": 1.0} | options
+    async with program_place(session, workspace=place_folder if workspace else None, **options) as place:
+        env = {"OPENAI_BASE_URL": place.openai_url}
+        if place.environment_url is not None:
+            env["VERL_ENVIRONMENT_URL"] = place.environment_url
+        running = place.run(
+            check_program(argv), env, limits=limits or FAST, log=folder / "log", stdin=stdin, stdout_bytes=10_000
+        )
+        exit = await running
+        inspect(place)
+        return exit
+
+
+def play_isolated(code: str | list[str], folder: Path, policy: Policy = says_number, **options: Any) -> ProgramExit:
+    """Run an isolated program in a session of a fake server."""
+
+    async def main() -> ProgramExit:
+        async with fake_server(policy) as fake, session_of(fake) as session:
+            return await run_isolated(code, session, folder, **options)
+
+    return asyncio.run(asyncio.wait_for(main(), 60))

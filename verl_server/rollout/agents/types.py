@@ -74,7 +74,7 @@ class AgentLimits:
     memory_bytes: int | None = None
     """Address space of each process of a program."""
     processes: int | None = None
-    """Processes and threads of the user, as RLIMIT_NPROC counts them."""
+    """Processes and threads: those of the user (RLIMIT_NPROC), or of an isolated episode, where None is 4096."""
     open_files: int = 1024
     """Open files of each process of a program."""
     file_bytes: int = 2**30
