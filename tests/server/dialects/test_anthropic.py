@@ -292,6 +292,40 @@ def test_an_answer_of_a_schema_is_constrained(stack: Stack) -> None:
     assert stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_served"),
+    [({"regex": "(?s:.*)"}, True), ({"ebnf": "start: /(?s:.*)/"}, True), ({"json_schema": "false"}, False)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_constraint_of_text_may_describe_calls(
+    stack: Stack, fields: dict[str, Any], is_served: bool, stream: bool
+) -> None:
+    say(stack, f"Ok. {CALL[CALL.index('<tool_call>') :]}")
+    answer = post(stack, tools=TOOLS, stream=stream, **fields)
+    if not is_served:
+        assert answer.status_code == 400 and "constrained (json_schema)" in answer.json()["error"]["message"]
+        return
+    if stream:
+        starts = [each["content_block"] for each in events(answer.text) if each["type"] == "content_block_start"]
+    else:
+        starts = answer.json()["content"]
+    assert [block["type"] for block in starts] == ["text", "tool_use"] and starts[1]["name"] == "get"
+    assert "(?s:.*)" in stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA), True, {}])
+def test_a_schema_of_sglangs_field_is_that_of_the_format(stack: Stack, schema: Any) -> None:
+    say(stack, '{"city": "Rome"}')
+    grammars = []
+    plain = json.loads(schema) if isinstance(schema, str) else {} if schema is True else schema
+    format = {"format": {"type": "json_schema", "schema": plain}}
+    both = {"json_schema": schema, "output_config": format}
+    for body in ({"output_config": format}, {"json_schema": schema}, *([] if schema is True else [both])):
+        assert post(stack, tools=TOOLS, **body).json()["content"][0]["text"] == '{"city": "Rome"}'
+        grammars.append(stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar)
+    assert grammars[0] and set(grammars) == {grammars[0]}
+
+
 @pytest.mark.parametrize("chunk", [1, None])
 @pytest.mark.parametrize("single", [False, True])
 def test_a_format_beside_tools_leaves_the_choice(stack: Stack, chunk: int | None, single: bool) -> None:
@@ -439,6 +473,14 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"mcp_servers": [{}]}, "Field `mcp_servers` is not supported"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must be"),
         ({"temperature": -1}, "temperature"),
+        ({"regex": "a", "ebnf": 'start: "a"'}, "`regex` and `ebnf` constrain the output differently"),
+        (
+            {"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "`output_config.format` and",
+        ),
+        ({"regex": "("}, "regex"),
+        ({"json_schema": "{"}, "not valid JSON"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}, "regex": "a"}, "in another way (regex)"),
     ],
 )
 def test_a_wrong_body_is_refused_in_anthropics_shape(stack: Stack, body: dict[str, Any], message: str) -> None:

@@ -125,6 +125,14 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     exact_weight_version: str | None = None
     """`exact_weight_version` of `/generate`: the only weight version that samples the output. Not in
     Anthropic's API."""
+    json_schema: str | dict[str, Any] | bool | None = None
+    """`json_schema` of `SamplingParams`, as text or as an object: the same as `output_config.format`. Not in
+    Anthropic's API."""
+    regex: str | None = None
+    """`regex` of `SamplingParams`: the whole output matches it, including calls of `tools`. Not in Anthropic's API."""
+    ebnf: str | None = None
+    """`ebnf` of `SamplingParams`: the whole output is of this grammar, including calls of `tools`. Not in Anthropic's
+    API."""
 
     def sampling_params(self) -> dict[str, Any]:
         """Return the settings under SGLang's names, without those that depend on the tools."""
