@@ -17,7 +17,14 @@ from verl_server.chat.output import OutputFormat, OutputParser, derived_ids
 from verl_server.chat.session_view import NextTurn
 from verl_server.chat.templates import Message
 from verl_server.chat.tool_grammar import output_grammar
-from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
+from verl_server.chat.tools import (
+    Tool,
+    ToolChoice,
+    in_call_order,
+    parameter_types,
+    template_messages,
+    template_tools,
+)
 from verl_server.server.text.session_prompt import plan_prompt, prompt_length, refuse_in_session
 from verl_server.server.text.text_tools import Ids, TextTools
 
@@ -127,6 +134,7 @@ def read_chat_prompt(
     for anything that the template or the tool format refuses.
     """
     refuse_in_session(text, input_ids=input_ids)
+    messages = in_call_order(messages)
     offered = [] if choice.mode == "none" else list(tools)
     if offered or (tools and "tools" in text.template(options).variables):
         options = {**options, "tools": template_tools(tools)}

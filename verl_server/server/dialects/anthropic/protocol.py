@@ -28,6 +28,8 @@ WITHOUT_EFFECT = {
     "billing_policy": "nobody is billed",
     "cache_control": "the server reuses the longest cached prefix of every request by itself",
     "context_management": "the server renders the conversation that the client sends, and edits nothing",
+    "defer_loading": "the server offers each tool at once, and leaves a tool search out",
+    "eager_input_streaming": "arguments are always streamed as they are sampled",
     "diagnostics": "answers hold no diagnostics of the prompt cache",
     "fallback_credit_token": "nobody is billed",
     "fallbacks": "the served model declines nothing, so no other one is asked",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from jinja2 import TemplateError
 
 from verl_server.chat.tools import read_tool_choice, read_tools
 from verl_server.errors import BadRequestError
@@ -19,6 +20,11 @@ from verl_server.web.json_body import parse_json
 
 _SGLANG = ("json_schema", "regex", "ebnf")
 """Fields of SGLang that constrain the output."""
+_MIDDLE_SYSTEM = (
+    "A message of the role `system` behind the first message is not supported by the chat template: send its text in a "
+    "user's message. {error}"
+)
+"""Claude Code looks for the words "role `system`" and "not supported", and then sends user's messages instead."""
 
 
 class ReadMessages(ReadConversation, kw_only=True):
@@ -107,7 +113,12 @@ def _prompt(tools: TextTools, request: CountTokensRequest, given: Mapping[str, s
     found = read_schema(given["json_schema"]) if "json_schema" in given else False
     schema = None if found is False else found  # false permits nothing, and is left to the sampler
     other = next(iter(given), None) if schema is None else None
-    prompt = read_chat_prompt(tools, messages, options, declared, choice, parallel, schema, other)
+    try:
+        prompt = read_chat_prompt(tools, messages, options, declared, choice, parallel, schema, other)
+    except BadRequestError as error:
+        if isinstance(error.__cause__, TemplateError) and any(each["role"] == "system" for each in messages[1:]):
+            raise BadRequestError(_MIDDLE_SYSTEM.format(error=error)) from error
+        raise
     if other is not None:
         prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())  # all of it is the answer
     return prompt, parallel
