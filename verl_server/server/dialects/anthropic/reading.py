@@ -119,8 +119,8 @@ def _prompt(tools: TextTools, request: CountTokensRequest, given: Mapping[str, s
         if isinstance(error.__cause__, TemplateError) and any(each["role"] == "system" for each in messages[1:]):
             raise BadRequestError(_MIDDLE_SYSTEM.format(error=error)) from error
         raise
-    if other is not None:
-        prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())  # all of it is the answer
+    if other is not None and prompt.output.begins_in_reasoning:  # the constraint describes the output from its start
+        prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())
     return prompt, parallel
 
 
