@@ -13,6 +13,7 @@ import pytest
 from tests.server.conftest import Stack
 from tests.server.fake_scheduler import INFO, Running
 from verl_server.messages import io_struct as io
+from verl_server.server.dialects.anthropic.conversation import openai_tools
 
 TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}{{ newline }}{% endfor %}
 {% for m in messages %}
@@ -298,6 +299,30 @@ def test_deferred_tools_are_offered_and_a_tool_search_is_left_out(stack: Stack) 
     assert rest[0] == "[user]hi" and "[tool]Found the tool get." in rest
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "parameter"),
+    [
+        ("bash_20250124", "bash", "restart"),
+        ("text_editor_20250124", "str_replace_editor", "old_str"),
+        ("text_editor_20250728", "str_replace_based_edit_tool", "view_range"),
+        ("memory_20250818", "memory", "new_path"),
+    ],
+)
+def test_a_tool_of_anthropics_that_the_client_executes_is_a_function(kind: str, name: str, parameter: str) -> None:
+    (tool,) = openai_tools([{"type": kind, "name": name, "max_characters": 100}])
+    function = tool["function"]
+    assert tool["type"] == "function" and function["name"] == name and function["description"]
+    assert parameter in function["parameters"]["properties"] and "command" in function["parameters"]["properties"]
+
+
+def test_such_a_tool_is_called(stack: Stack) -> None:
+    say(stack, '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>')
+    for choice in ({"type": "auto"}, {"type": "any"}):
+        answer = post(stack, tools=[{"type": "bash_20250124", "name": "bash"}], tool_choice=choice).json()
+        (made,) = answer["content"]
+        assert (made["name"], made["input"], answer["stop_reason"]) == ("bash", {"command": "ls"}, "tool_use")
+
+
 def test_an_attribution_is_not_shown_to_the_policy(stack: Stack) -> None:
     say(stack, "Hello!")
     attribution = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1.2.3.456; cc_entrypoint=cli;"}
@@ -528,7 +553,9 @@ def user(*blocks: Any) -> dict[str, Any]:
         (user({"type": "text"}), "messages[0].content[0].text must be a string"),
         (user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "x"}]}), "content[0].content[0]"),
         ({"system": [{"type": "image"}]}, "system[0].image is not supported"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type 'bash_20250124' is not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type 'web_search_20250305' is"),
+        ({"tools": [{"type": "bash_latest", "name": "bash"}]}, "tools[0].type 'bash_latest' is not supported"),
+        ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name must be a string"),
         ({"tools": [{"name": "get"}]}, "tools[0].input_schema"),
         ({"tools": [{**TOOLS[0], "allowed_callers": ["x"]}]}, "tools[0].allowed_callers is not supported"),
         ({"tools": [{**TOOLS[0], "input_examples": "x"}]}, "tools[0].input_examples must be a list"),

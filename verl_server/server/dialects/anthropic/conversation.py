@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadRequestError
+from verl_server.server.dialects.anthropic.client_tools import client_tool
 
 Message = dict[str, Any]
 
@@ -233,6 +234,10 @@ def openai_tools(tools: Sequence[Message] | None) -> list[Message]:
 
 def _openai_tool(place: str, tool: Message) -> Message:
     kind = tool.get("type") or "custom"
+    if (known := client_tool(str(kind))) is not None:
+        meaning, parameters = known
+        offered = {"name": _string(place, tool, "name"), "description": meaning, "parameters": parameters}
+        return {"type": "function", "function": offered}
     if kind != "custom":
         raise BadRequestError(
             f"{place}.type {kind!r:.64} is not supported: the server has no tools of its own. Declare a tool with "
@@ -242,16 +247,22 @@ def _openai_tool(place: str, tool: Message) -> Message:
         raise BadRequestError(f"{place}.allowed_callers is not supported: only the client calls tools.")
     if not isinstance(tool.get("input_schema"), dict):
         raise BadRequestError(f"{place}.input_schema must be a JSON schema (an object).")
-    description = tool.get("description")
-    if examples := tool.get("input_examples"):
-        if not isinstance(examples, list) or not isinstance(description, str | None):
-            raise BadRequestError(f"{place}.input_examples must be a list, and description a string.")
-        shown = [f"Example: {json.dumps(example, ensure_ascii=False)}" for example in examples]
-        description = "\n".join([*([description] if description else []), *shown])
+    description = _described(place, tool)
     function = {"name": tool.get("name"), "description": description, "parameters": tool["input_schema"]}
     if tool.get("strict") is not None:
         function["strict"] = tool["strict"]
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _described(place: str, tool: Message) -> Any:
+    """Return the description of a tool, with its examples if it has some."""
+    description, examples = tool.get("description"), tool.get("input_examples")
+    if not examples:
+        return description
+    if not isinstance(examples, list) or not isinstance(description, str | None):
+        raise BadRequestError(f"{place}.input_examples must be a list, and description a string.")
+    shown = [f"Example: {json.dumps(example, ensure_ascii=False)}" for example in examples]
+    return "\n".join([*([description] if description else []), *shown])
 
 
 def openai_tool_choice(choice: Message | None) -> tuple[Any, bool]:
