@@ -75,7 +75,7 @@ def test_a_result_is_told_by_the_ordinal_of_its_call() -> None:
     def results(*ids: str, calls: tuple[str, str] = ("x", "y")) -> list[MessageKey]:
         function = {"name": "add", "arguments": "{}"}
         asking = {"role": "assistant", "tool_calls": [{"id": each, "function": function} for each in calls]}
-        return message_keys([asking, *({"role": "tool", "tool_call_id": i, "content": "3"} for i in ids)])
+        return message_keys([asking, *({"role": "tool", "tool_call_id": i, "content": "3"} for i in ids)])[1:]
 
     assert results("x", "y") == results("p", "q", calls=("p", "q"))
     assert results("x", "y") != results("y", "x")
@@ -114,6 +114,7 @@ class SlowTree:
     def __init__(self) -> None:
         self.paths: list[list[tuple[MessageKey, int]]] = []  # one for each node: (message, turn) from the head on
         self.nodes = bytearray()
+        self.calls: dict[int, tuple[str, ...]] = {}
         self._head = self._append(-1, HEAD, b"h" * 16, NO_REASONING, -1)
 
     def _append(self, parent: int, role: int, digest: bytes, reasoning: bytes, turn: int) -> int:
@@ -129,6 +130,12 @@ class SlowTree:
             node = self._append(node, message.role, message.digest, message.reasoning, -1)
         reply = random_key(rng)
         self._append(node, ASSISTANT, reply.digest, reply.reasoning, turn)
+        if reply.calls:
+            self.calls[turn] = reply.calls
+
+    def _known_by_calls(self, turn: int, sent: MessageKey) -> bool:
+        calls = self.calls.get(turn)
+        return calls is not None and sent.calls == calls and list(self.calls.values()).count(calls) == 1
 
     def best(self, keys: list[MessageKey], undelivered: set[int]) -> tuple[int, list[int]]:
         """Return (preferred node, all nodes) that fit the most messages."""
@@ -137,21 +144,24 @@ class SlowTree:
             for i, path in enumerate(self.paths):
                 pairs = list(zip(path[1:], keys, strict=False))
                 if len(path) == count + 1 and all(
-                    known.digest == sent.digest
+                    (known.digest == sent.digest or self._known_by_calls(turn, sent))
                     and (sent.reasoning == NO_REASONING or sent.reasoning == known.reasoning)
-                    for (known, _), sent in pairs[:count]
+                    for (known, turn), sent in pairs[:count]
                 ):
+                    same = sum(known.digest == sent.digest for (known, _), sent in pairs[:count])
                     equal = sum(known.reasoning == sent.reasoning for (known, _), sent in pairs[:count])
                     lost = sum(turn in undelivered for _, turn in path[1:])
-                    fits.append((equal, -lost, i))
+                    fits.append((same, equal, -lost, i))
             if fits:
-                return max(fits)[2], sorted(i for _, _, i in fits)
+                return max(fits)[3], sorted(i for *_, i in fits)
         raise AssertionError("the head always fits")
 
 
 def random_key(rng: random.Random) -> MessageKey:
+    """Return a message that may have ids of calls, which some turn's reply may have, too."""
     reasoning = rng.choice([NO_REASONING, NO_REASONING, b"r" * 8, b"s" * 8])
-    return MessageKey(ASSISTANT, bytes([rng.randrange(2)]) * 16, reasoning)
+    calls = (f"call_{rng.randrange(12)}",) if rng.random() < 0.5 else ()
+    return MessageKey(ASSISTANT, bytes([rng.randrange(2)]) * 16, reasoning, calls)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -161,7 +171,7 @@ def test_matches_what_a_slow_tree_matches(seed: int) -> None:
     for turn in range(rng.randrange(1, 40)):
         slow.grow(rng, turn)
     undelivered = {turn for turn in range(40) if rng.random() < 0.3}
-    tree = MessageTree(bytes(slow.nodes), undelivered)
+    tree = MessageTree(bytes(slow.nodes), undelivered, slow.calls)
     for _ in range(40):
         keys = [random_key(rng) for _ in range(rng.randrange(7))]
         if rng.random() < 0.5:  # a conversation that is known

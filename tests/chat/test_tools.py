@@ -9,6 +9,7 @@ import pytest
 from verl_server.chat.call_readers import TEXT
 from verl_server.chat.tools import (
     ToolChoice,
+    in_call_order,
     parameter_types,
     read_tool_choice,
     read_tools,
@@ -155,3 +156,26 @@ def test_a_result_has_the_name_of_its_function() -> None:
 def test_wrong_calls_are_refused(calls: Any) -> None:
     with pytest.raises(BadRequestError, match=r"messages\[0\].tool_calls"):
         template_messages([{"role": "assistant", "tool_calls": calls}])
+
+
+def _results(ids: str) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": each, "content": each} for each in ids]
+
+
+@pytest.mark.parametrize(
+    ("calls", "given", "expected"),
+    [
+        ("abc", "cab", "abc"),
+        ("abc", "ca", "ac"),
+        ("abc", "cax", "cax"),
+        ("abc", "caa", "caa"),
+        ("aab", "ba", "ba"),
+        ("a", "ba", "ba"),
+    ],
+)
+def test_results_get_the_order_of_their_calls(calls: str, given: str, expected: str) -> None:
+    asking = {"role": "assistant", "tool_calls": [{"id": each, "function": {"name": "f"}} for each in calls]}
+    user = {"role": "user", "content": "?"}
+    messages = [user, asking, *_results(given), user, *_results("ba")]
+    assert in_call_order(messages) == [user, asking, *_results(expected), user, *_results("ba")]
+    assert messages[2:4] == _results(given)[:2], "the given list stays as it is"

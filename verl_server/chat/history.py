@@ -8,13 +8,17 @@ Digests do not depend on details that clients change when they send messages bac
 arguments and in tools, white space around a reply's content, null or "" instead of an absent key, `developer` instead
 of `system`, marks of caches.
 The reasoning has a digest of its own, because many clients do not send it back.
+
+A reply that comes back with the ids of its calls is known by these ids, whatever its digest is. Programs rewrite calls
+before they send them back: they add the defaults of a schema, convert "5" to 5, strip white space or wrap arguments
+that are no JSON. The policy shall see what it sampled.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from hashlib import blake2b
@@ -43,10 +47,16 @@ class MessageKey(NamedTuple):
     digest: bytes
     reasoning: bytes
     """Digest of the reasoning, or `NO_REASONING` if there is none."""
+    calls: tuple[str, ...] = ()
+    """Ids of the calls, if each call has one."""
 
-    def fits(self, node: Node) -> bool:
-        """Return True if a client that received the message of `node` may have sent this message."""
-        return self.digest == node.digest and self.reasoning in (NO_REASONING, node.reasoning)
+    def fits(self, node: Node, calls: tuple[str, ...]) -> bool:
+        """Return True if a client that received the message of `node` may have sent this message.
+
+        `calls` are the ids of the calls in the message of `node`.
+        """
+        is_same = self.digest == node.digest or (bool(calls) and self.calls == calls)
+        return is_same and self.reasoning in (NO_REASONING, node.reasoning)
 
 
 class Node(NamedTuple):
@@ -76,8 +86,18 @@ class Match(NamedTuple):
 class MessageTree:
     """The nodes of a session, for one request."""
 
-    def __init__(self, nodes: bytes, undelivered: AbstractSet[int] = frozenset()) -> None:
-        """`undelivered` are turns whose reply no client received in full. Other turns are preferred in a match."""
+    def __init__(
+        self,
+        nodes: bytes,
+        undelivered: AbstractSet[int] = frozenset(),
+        calls: Mapping[int, tuple[str, ...]] | None = None,
+    ) -> None:
+        """`undelivered` are turns whose reply no client received in full. Other turns are preferred in a match.
+
+        `calls`: turn -> ids of the calls of its reply. Ids that several turns have identify none of them.
+        """
+        counts = Counter((calls or {}).values())
+        self._calls = {turn: ids for turn, ids in (calls or {}).items() if counts[ids] == 1}
         self.nodes = [Node(*record[:3], *record[4:6]) for record in NODE.iter_unpack(nodes)]
         self._undelivered = undelivered
         self._children: dict[int, list[int]] = defaultdict(list)
@@ -126,18 +146,25 @@ class MessageTree:
         """Follow a conversation from the nodes `starts` as far as its messages are known.
 
         All nodes that fit are followed. Among those that fit the last matched message, the path with more equal
-        reasoning is preferred, then the path with fewer undelivered replies, then the latest path.
+        messages is preferred, then the path with more equal reasoning, then the path with fewer undelivered replies,
+        then the latest path.
         """
-        ranks = {start: (0, 0) for start in starts}  # node -> (equal reasoning, -undelivered replies) on its path
+        ranks = {
+            start: (0, 0, 0) for start in starts
+        }  # node -> (equal messages, equal reasoning, -undelivered replies)
         depth = 0
         for key in keys:
-            fitting: dict[int, tuple[int, int]] = {}
-            for node, (equal, delivered) in ranks.items():
+            fitting: dict[int, tuple[int, int, int]] = {}
+            for node, (same, equal, delivered) in ranks.items():
                 for child in self.children(node):
                     known = self.nodes[child]
-                    if key.fits(known):
+                    if key.fits(known, self._calls.get(known.turn, ())):
                         late = known.turn in self._undelivered
-                        fitting[child] = (equal + (key.reasoning == known.reasoning), delivered - late)
+                        fitting[child] = (
+                            same + (key.digest == known.digest),
+                            equal + (key.reasoning == known.reasoning),
+                            delivered - late,
+                        )
             if not fitting:
                 break
             ranks, depth = fitting, depth + 1
@@ -170,7 +197,16 @@ def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
             ordinal, results = calls.get(str(message.get("tool_call_id")), results), results + 1
         shown = [_call_key(call) for call in message_calls(message)]
         digest = _message_digest(role, content_text(message.get("content")), shown, ordinal)
-        keys.append(MessageKey(_ROLES.get(role, OTHER), digest, reasoning_digest(message_reasoning(message))))
+        ids = tuple(call.get("id") for call in message_calls(message))
+        named = tuple(each for each in ids if isinstance(each, str) and each)
+        keys.append(
+            MessageKey(
+                _ROLES.get(role, OTHER),
+                digest,
+                reasoning_digest(message_reasoning(message)),
+                named if len(named) == len(ids) else (),
+            )
+        )
     return keys
 
 

@@ -85,7 +85,11 @@ class _Planner:
         self._format = format
         self._ends = ends
         self._facts = {facts.turn: facts for facts in view.replies}
-        self._tree = MessageTree(view.nodes, {facts.turn for facts in view.replies if not facts.delivered})
+        self._tree = MessageTree(
+            view.nodes,
+            {facts.turn for facts in view.replies if not facts.delivered},
+            {facts.turn: tuple(call_id for call_id, _ in facts.calls) for facts in view.replies if facts.calls},
+        )
         self._head = head_digest(tools, options)
         self._has_tools = bool(tools)
         self._turn_options = options_digest(options)
@@ -239,7 +243,7 @@ class _Planner:
         self._head = self._tree.nodes[path[0]].digest
         keys = message_keys(messages)
         if keys and keys[0].role == SYSTEM:
-            if not (len(path) > 1 and keys[0].fits(self._tree.nodes[path[1]])):
+            if not (len(path) > 1 and keys[0].fits(self._tree.nodes[path[1]], ())):
                 raise BadRequestError(f"instructions: {_SAME_HEAD}.")
             messages, keys = messages[1:], keys[1:]
         place = _Place(self._tree.match([node], keys), messages, keys)

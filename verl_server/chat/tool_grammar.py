@@ -28,6 +28,8 @@ _OFFERED_AND_OTHER = (
     "The output is constrained ({constraint}), and `tools` offers calls, which such a constraint excludes. Use a JSON "
     'schema as the constraint, which leaves the choice between a call and an answer, or set tool_choice to "none".'
 )
+_MAY_DESCRIBE_CALLS = frozenset({"regex", "ebnf", "structural_tag"})
+"""Constraints of text, which may hold calls in the tool format of the model."""
 _OTHER_PARSER = "start the server with another --tool-call-parser"
 
 
@@ -55,8 +57,9 @@ def output_grammar(
     | auto | yes | calls, or an answer of the schema |
     | none, or no tools | yes | an answer of the schema |
 
-    Beside tools, other constraints are refused, except a `structural_tag` with auto: it describes calls and leaves
-    other text free. OpenAI and vLLM accept `response_format` beside a forced call, and return the call.
+    With auto, a `regex`, an `ebnf` or a `structural_tag` describes the whole output. The output is parsed as ever, so
+    the constraint may describe calls. Beside tools, other constraints are refused. OpenAI and vLLM accept
+    `response_format` beside a forced call, and return the call.
 
     `parallel` permits several calls. With `thinking_open` the prompt ends inside the reasoning, which the output then
     must close. `special_tokens`: tag -> id, for the tags of the format that are single tokens of the tokenizer, because
@@ -65,7 +68,7 @@ def output_grammar(
     is_offered = bool(tools) and choice.mode == "auto"
     if choice.is_forced and constraint is not None:
         raise BadRequestError(_FORCED_AND_OTHER.format(constraint=constraint))
-    if is_offered and constraint not in (None, "structural_tag"):
+    if is_offered and constraint is not None and constraint not in _MAY_DESCRIBE_CALLS:
         raise BadRequestError(_OFFERED_AND_OTHER.format(constraint=constraint))
     if constraint is not None or (schema is None and not choice.is_forced):
         return None

@@ -215,6 +215,26 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return [tool.definition for tool in tools]
 
 
+def in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the results of parallel calls in the order of the calls.
+
+    Clients may send results in the order in which the tools ended. Most templates write no ids, so the policy knows by
+    the position alone which call a result answers. Results that answer no known call, or one call twice, stay as they
+    are.
+    """
+    ordered = list(messages)
+    for i, message in enumerate(ordered):
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            continue
+        ids = [call.get("id") for call in calls if isinstance(call, dict)]
+        end = next((j for j in range(i + 1, len(ordered)) if ordered[j].get("role") != "tool"), len(ordered))
+        answered = [result.get("tool_call_id") for result in ordered[i + 1 : end]]
+        if len({*map(str, ids)}) == len(ids) and len({*map(str, answered)}) == len(answered) and {*answered} <= {*ids}:
+            ordered[i + 1 : end] = sorted(ordered[i + 1 : end], key=lambda result: ids.index(result["tool_call_id"]))
+    return ordered
+
+
 def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return OpenAI's messages in the form that chat templates expect.
 

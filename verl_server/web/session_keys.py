@@ -24,14 +24,15 @@ _HIDDEN = f"{KEY_PREFIX}..."
 def take_session_key(scope: Scope) -> bytes | None:
     """Remove `/s/KEY` from the path in place, and hide other session keys in it. Return the key.
 
-    The key is removed from a malformed path, too. The returned key then belongs to no session.
+    `/s/KEY` alone, the base URL of Anthropic's clients, becomes `/`. The key is removed from a malformed path, too. The
+    returned key then belongs to no session.
     """
     path: str = scope["path"]
     found = _IN_PATH.fullmatch(path)
     key: bytes | None = None
     if found is not None:
         slashes, text, rest = found.groups()
-        is_well_formed = path.startswith("/s/") and slashes == "/" and _KEY.fullmatch(text) and rest.startswith("/")
+        is_well_formed = path.startswith("/s/") and slashes == "/" and _KEY.fullmatch(text)
         key = text.encode("utf-8", "surrogateescape") if is_well_formed else b""
         path = rest or "/"
     path = _KEY.sub(_HIDDEN, path)

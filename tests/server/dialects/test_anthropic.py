@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from tests.server.conftest import Stack
 from tests.server.fake_scheduler import INFO, Running
 from verl_server.messages import io_struct as io
+from verl_server.server.dialects.anthropic.conversation import openai_tools
 
 TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}{{ newline }}{% endfor %}
 {% for m in messages %}
@@ -208,6 +210,7 @@ def test_an_aborted_message_can_be_continued(stack: Stack, monkeypatch: pytest.M
 # -- documents ------------------------------------------------------------------------------------------------
 
 TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": "Rome is old."}
+TEXT_BLOCK = {"type": "text", "text": "Look:"}
 DOCUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"source": TEXT_SOURCE}, "Rome is old."),
     ({"source": TEXT_SOURCE, "title": "Rome", "context": "A guide.", "citations": {"enabled": False}},
@@ -246,7 +249,95 @@ def test_a_document_of_text_is_its_text(stack: Stack, fields: dict[str, Any], te
 )
 def test_other_documents_are_refused(stack: Stack, fields: dict[str, Any], says: str) -> None:
     refused = post(stack, messages=[{"role": "user", "content": [{"type": "document", **fields}]}])
-    assert refused.status_code == 400 and f"messages[0].content[0].{says}" in refused.json()["error"]["message"]
+    assert refused.status_code == 400
+    assert f"messages[0].content[0].document.{says}" in refused.json()["error"]["message"]
+
+
+MEDIA: list[dict[str, Any]] = [
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw=="}},
+    {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERg=="}},
+]
+
+
+@pytest.mark.parametrize("block", MEDIA, ids=lambda block: str(block["type"]))
+def test_an_image_of_a_tool_is_a_line_of_text(stack: Stack, block: dict[str, Any]) -> None:
+    say(stack, "I see.")
+    call = {"type": "tool_use", "id": "1", "name": "get", "input": {}}
+    content = [{"type": "text", "text": "a.png"}, block]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": content, "is_error": False}
+    messages = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    assert post(stack, messages=messages, tools=TOOLS).status_code == 200
+    kind = block["type"]
+    assert f"[tool]a.png\n[{kind}: left out, because the model reads text only]\n[assistant]" in prompt(stack)
+
+
+@pytest.mark.parametrize("block", MEDIA, ids=lambda block: str(block["type"]))
+def test_a_refused_image_is_found_by_its_place(stack: Stack, block: dict[str, Any]) -> None:
+    """Claude Code reads the place of an image in the error, leaves the image out and repeats the request."""
+    messages = [*ASK, {"role": "assistant", "content": "a"}, {"role": "user", "content": [TEXT_BLOCK, block]}]
+    refused = post(stack, messages=messages)
+    place = re.search(r"messages\[(\d+)\]\.content\[(\d+)\]\.(image|document)", refused.json()["error"]["message"])
+    assert refused.status_code == 400 and place is not None and place.groups() == ("2", "1", block["type"])
+
+
+# -- tools that Claude Code and the SDKs declare --------------------------------------------------------------
+
+
+def test_deferred_tools_are_offered_and_a_tool_search_is_left_out(stack: Stack) -> None:
+    say(stack, "Hello!")
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    tool = TOOLS[0] | {"defer_loading": True, "eager_input_streaming": True, "input_examples": [{"city": "Rome"}]}
+    call = {"type": "tool_use", "id": "1", "name": "ToolSearch", "input": {"query": "weather"}}
+    content = [{"type": "tool_reference", "tool_name": "get"}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": content}
+    messages = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    assert post(stack, tools=[search, tool], messages=messages).status_code == 200
+    first, *rest = prompt(stack).split("\n")
+    description = 'Weather.\nExample: {"city": "Rome"}'
+    function = {"name": "get", "description": description, "parameters": SCHEMA}
+    assert json.loads(first) == {"type": "function", "function": function}
+    assert rest[0] == "[user]hi" and "[tool]Found the tool get." in rest
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "parameter"),
+    [
+        ("bash_20250124", "bash", "restart"),
+        ("text_editor_20250124", "str_replace_editor", "old_str"),
+        ("text_editor_20250728", "str_replace_based_edit_tool", "view_range"),
+        ("memory_20250818", "memory", "new_path"),
+    ],
+)
+def test_a_tool_of_anthropics_that_the_client_executes_is_a_function(kind: str, name: str, parameter: str) -> None:
+    (tool,) = openai_tools([{"type": kind, "name": name, "max_characters": 100}])
+    function = tool["function"]
+    assert tool["type"] == "function" and function["name"] == name and function["description"]
+    assert parameter in function["parameters"]["properties"] and "command" in function["parameters"]["properties"]
+
+
+def test_such_a_tool_is_called(stack: Stack) -> None:
+    say(stack, '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>')
+    for choice in ({"type": "auto"}, {"type": "any"}):
+        answer = post(stack, tools=[{"type": "bash_20250124", "name": "bash"}], tool_choice=choice).json()
+        (made,) = answer["content"]
+        assert (made["name"], made["input"], answer["stop_reason"]) == ("bash", {"command": "ls"}, "tool_use")
+
+
+def test_an_attribution_is_not_shown_to_the_policy(stack: Stack) -> None:
+    say(stack, "Hello!")
+    attribution = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1.2.3.456; cc_entrypoint=cli;"}
+    for system, shown in (([attribution, {"type": "text", "text": "S"}], "[system]S\n"), ([attribution], "")):
+        assert post(stack, system=system).status_code == 200
+        assert prompt(stack) == f"{shown}[user]hi\n[assistant]"
+
+
+def test_results_stand_in_the_order_of_their_calls(stack: Stack) -> None:
+    say(stack, "Hello!")
+    calls = [{"type": "tool_use", "id": each, "name": "get", "input": {"city": each}} for each in "abc"]
+    results = [{"type": "tool_result", "tool_use_id": each, "content": f"of {each}"} for each in "cab"]
+    messages = [*ASK, {"role": "assistant", "content": calls}, {"role": "user", "content": [*results, TEXT_BLOCK]}]
+    assert post(stack, messages=messages, tools=TOOLS).status_code == 200
+    assert "[tool]of a\n[tool]of b\n[tool]of c\n[user]Look:\n[assistant]" in prompt(stack)
 
 
 # -- tool choices ---------------------------------------------------------------------------------------------
@@ -290,6 +381,40 @@ def test_an_answer_of_a_schema_is_constrained(stack: Stack) -> None:
     format = {"type": "json_schema", "schema": SCHEMA}
     assert post(stack, output_config={"format": format, "effort": "low"}).status_code == 200
     assert stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_served"),
+    [({"regex": "(?s:.*)"}, True), ({"ebnf": "start: /(?s:.*)/"}, True), ({"json_schema": "false"}, False)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_constraint_of_text_may_describe_calls(
+    stack: Stack, fields: dict[str, Any], is_served: bool, stream: bool
+) -> None:
+    say(stack, CALL)
+    answer = post(stack, tools=TOOLS, stream=stream, **fields)
+    if not is_served:
+        assert answer.status_code == 400 and "constrained (json_schema)" in answer.json()["error"]["message"]
+        return
+    if stream:
+        starts = [each["content_block"] for each in events(answer.text) if each["type"] == "content_block_start"]
+    else:
+        starts = answer.json()["content"]
+    assert [block["type"] for block in starts] == ["thinking", "text", "tool_use"] and starts[2]["name"] == "get"
+    assert "(?s:.*)" in stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA), True, {}])
+def test_a_schema_of_sglangs_field_is_that_of_the_format(stack: Stack, schema: Any) -> None:
+    say(stack, '{"city": "Rome"}')
+    grammars = []
+    plain = json.loads(schema) if isinstance(schema, str) else {} if schema is True else schema
+    format = {"format": {"type": "json_schema", "schema": plain}}
+    both = {"json_schema": schema, "output_config": format}
+    for body in ({"output_config": format}, {"json_schema": schema}, *([] if schema is True else [both])):
+        assert post(stack, tools=TOOLS, **body).json()["content"][0]["text"] == '{"city": "Rome"}'
+        grammars.append(stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar)
+    assert grammars[0] and set(grammars) == {grammars[0]}
 
 
 @pytest.mark.parametrize("chunk", [1, None])
@@ -422,14 +547,18 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"messages": []}, "messages cannot be empty"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be"),
         (user(5), "messages[0].content[0] must be an object with `type`"),
-        (user({"type": "image", "source": {}}), "messages[0].content[0] has the type 'image'"),
+        (user({"type": "image", "source": {}}), "messages[0].content[0].image is not supported"),
+        (user({"type": "container_upload"}), "messages[0].content[0] has the type 'container_upload'"),
         (user({"type": "tool_use"}), "a user's message cannot have it"),
         (user({"type": "text"}), "messages[0].content[0].text must be a string"),
-        (user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}), "content[0].content[0]"),
-        ({"system": [{"type": "image"}]}, "system[0] has the type 'image'"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type 'bash_20250124' is not supported"),
+        (user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "x"}]}), "content[0].content[0]"),
+        ({"system": [{"type": "image"}]}, "system[0].image is not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type 'web_search_20250305' is"),
+        ({"tools": [{"type": "bash_latest", "name": "bash"}]}, "tools[0].type 'bash_latest' is not supported"),
+        ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name must be a string"),
         ({"tools": [{"name": "get"}]}, "tools[0].input_schema"),
-        ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading is not supported"),
+        ({"tools": [{**TOOLS[0], "allowed_callers": ["x"]}]}, "tools[0].allowed_callers is not supported"),
+        ({"tools": [{**TOOLS[0], "input_examples": "x"}]}, "tools[0].input_examples must be a list"),
         ({"tools": [{**TOOLS[0], "name": "a b"}]}, "name must be a string of 1 to 128"),
         ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "tool_choice.type must be one of auto, any, tool, none"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "put"}}, "`put`, which is not in `tools`"),
@@ -439,6 +568,14 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"mcp_servers": [{}]}, "Field `mcp_servers` is not supported"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must be"),
         ({"temperature": -1}, "temperature"),
+        ({"regex": "a", "ebnf": 'start: "a"'}, "`regex` and `ebnf` constrain the output differently"),
+        (
+            {"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "`output_config.format` and",
+        ),
+        ({"regex": "("}, "regex"),
+        ({"json_schema": "{"}, "not valid JSON"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}, "regex": "a"}, "in another way (regex)"),
     ],
 )
 def test_a_wrong_body_is_refused_in_anthropics_shape(stack: Stack, body: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ from tests.server.conftest import MakeStack, Stack
 from verl_server.server.app import create_app, operations
 from verl_server.server.auth import AccessRules
 from verl_server.server.sessions.service import SessionService
+from verl_server.web.resolver import Found, NotServed, Resolver
 
 OWNER = {"Authorization": "Bearer owner"}
 PERMITTED = {
@@ -23,6 +24,7 @@ PERMITTED = {
     ("POST", "/generate"),
     ("PUT", "/generate"),
     ("POST", "/inference/v1/generate"),
+    ("GET", "/"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/x"),
 }
@@ -41,12 +43,14 @@ def create(stack: Stack, **body: Any) -> dict[str, Any]:
     return created
 
 
-def calls(stack: Stack) -> list[tuple[str, str]]:
-    """Return method and path of all operations, and of paths that nobody serves."""
+def calls(stack: Stack) -> list[tuple[str, str, bool]]:
+    """Return (method, path, True if an operation serves it) for all operations, and for paths that nobody serves."""
     mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionService(stack.manager, stack.args))
+    resolver = Resolver(mounted)
     paths = {re.sub(r"{\w+(:\w+)?}", "x", path) for operation in mounted for path in operation.paths}
     methods = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
-    return [(method, path) for path in sorted(paths | {"/nothing", "/v1", "/"}) for method in methods]
+    every = [(method, path) for path in sorted(paths | {"/nothing", "/v1", "/"}) for method in methods]
+    return [(*each, isinstance(resolver.find(*each), Found)) for each in every]
 
 
 def reaches(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -70,17 +74,30 @@ def test_a_session_key_reaches_the_routes_of_the_table_only(
     every = calls(stack)
     reached = reaches(stack, monkeypatch)
     for headers, prefix in ((bearer(key), ""), ({"x-api-key": key}, ""), ({}, f"/s/{key}"), (OWNER, f"/s/{key}")):
-        for method, path in every:
+        for method, path, is_served in every:
             reached.clear()
             response = stack.request(method, prefix + path, headers=headers)
             opened = bool(OPEN.match(path)) and method in ("GET", "HEAD")
             head = method == "HEAD" and ("GET", path) in PERMITTED
-            expected = opened or head or (method, path) in PERMITTED
+            expected = opened or head or (method, path) in PERMITTED or not is_served
             assert reached == ([(method, path)] if expected else []), (method, path, prefix)
             if not expected:
                 assert response.status_code == 403, (method, path)
                 assert method == "HEAD" or "in its own session only" in response.text
                 assert response.headers["x-should-retry"] == "false"
+
+
+def test_a_path_without_a_route_is_no_matter_of_the_key(make_stack: MakeStack) -> None:
+    """Programs look at their base URL, or try paths of their vendor's service, before they generate."""
+    stack = make_stack(api_key="owner")
+    key = create(stack)["key"]
+    unknown = key[:-8] + "x" * 8
+    for path, status in (("", 200), ("/", 200), ("/v1", 404), ("/v1/files", 404), ("/v1/messages", 405)):
+        for method in ("GET", "HEAD"):
+            assert stack.request(method, f"/s/{key}{path}").status_code == status, (method, path)
+            assert stack.request(method, path or "/", headers=bearer(key)).status_code == status
+            assert stack.request(method, f"/s/{unknown}{path}").status_code == 401
+            assert stack.request(method, path or "/").status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -104,12 +121,16 @@ def test_other_spellings_are_closed_to_a_session_key(
 ) -> None:
     stack = make_stack(api_key="owner")
     key = create(stack)["key"]
-    reached = reaches(stack, monkeypatch)
+    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionService(stack.manager, stack.args))
+    resolver, reached = Resolver(mounted), reaches(stack, monkeypatch)
     for prefix, headers in (("", bearer(key)), (f"/s/{key}", {})):
         for method in ("POST", "GET"):
             response = stack.request(method, f"http://localhost{prefix}{path}", headers=headers)
             if reached:
-                assert (method, reached.pop()[1]) in PERMITTED, "httpx has made another path of it"
+                call = (method, reached.pop()[1])
+                assert call in PERMITTED or isinstance(resolver.find(*call), NotServed), (
+                    "httpx makes another path of it"
+                )
             else:
                 assert response.status_code in (401, 403), response.text
 

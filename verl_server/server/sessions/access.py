@@ -4,7 +4,8 @@ A request names its session by the session key (as API key, or in the path `/s/K
 X-Session-ID together with an owner's key. `SessionPathMiddleware` is the outermost middleware: it removes a key from
 the path in place, so that no log and no error contains the key. `AuthMiddleware` calls `SessionAccess.resolve` before
 any route. A session key permits open operations, and in its own session also operations with `in_session`. Every other
-operation is refused.
+operation is refused. A path that no operation serves is answered as without a session: some programs try paths of their
+vendor's service first, and a refusal of the key would end them.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ class SessionAccess:
         session_id = self._table.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
         if session_id is None:
             return _unknown_session_key()
-        if operation is None or not (operation.in_session or operation.access == "open"):
+        if operation is None:
+            return True
+        if not (operation.in_session or operation.access == "open"):
             return ForbiddenError(
                 f"A session key permits generation in its own session only: {scope['method']} {scope['path']} needs "
                 "the owner's key."

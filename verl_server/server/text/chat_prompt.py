@@ -17,7 +17,14 @@ from verl_server.chat.output import OutputFormat, OutputParser, derived_ids
 from verl_server.chat.session_view import NextTurn
 from verl_server.chat.templates import Message
 from verl_server.chat.tool_grammar import output_grammar
-from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
+from verl_server.chat.tools import (
+    Tool,
+    ToolChoice,
+    in_call_order,
+    parameter_types,
+    template_messages,
+    template_tools,
+)
 from verl_server.server.text.session_prompt import plan_prompt, prompt_length, refuse_in_session
 from verl_server.server.text.text_tools import Ids, TextTools
 
@@ -50,6 +57,12 @@ class ChatOutput(msgspec.Struct, frozen=True):
     def is_parsed(self) -> bool:
         """True if the output may have reasoning or tool calls, so that it needs a parser."""
         return self.format.reasoning_format is not None or (self.tools and self.format.tool_format is not None)
+
+    @property
+    def begins_in_reasoning(self) -> bool:
+        """True if the output begins inside the reasoning, without an opening tag."""
+        reasoning = self.format.reasoning_format
+        return reasoning is not None and (self.thinking_open or reasoning.starts_open)
 
     def without_reasoning(self) -> ChatOutput:
         """Return the plan that leaves the reasoning in the content."""
@@ -127,6 +140,7 @@ def read_chat_prompt(
     for anything that the template or the tool format refuses.
     """
     refuse_in_session(text, input_ids=input_ids)
+    messages = in_call_order(messages)
     offered = [] if choice.mode == "none" else list(tools)
     if offered or (tools and "tools" in text.template(options).variables):
         options = {**options, "tools": template_tools(tools)}

@@ -261,10 +261,6 @@ def test_every_name_of_a_schema_may_stand_beside_tools(call: Caller, fields: dic
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"regex": "a+"}, "(regex)"),
-        ({"ebnf": 'root ::= "a"'}, "(ebnf)"),
-        ({"guided_choice": ["a"]}, "(ebnf)"),
-        ({"structured_outputs": {"regex": "a"}}, "(regex)"),
         ({"json_schema": "false"}, "(json_schema)"),
         ({"json_schema": False}, "(json_schema)"),
         ({"json_schema": "{"}, "not valid JSON"),
@@ -277,11 +273,19 @@ def test_other_constraints_beside_tools(call: Caller, fields: dict[str, Any], sa
         assert 'tool_choice to "none"' in call.refusal(CHAT, messages=MESSAGES, tools=[TOOL], **fields)["message"]
 
 
-def test_a_structural_tag_beside_tools_stays(call: Caller) -> None:
-    tag = {"type": "structural_tag", "format": {"type": "any_text"}}
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, "structural_tag"),
+        ({"regex": "(?s:.*)"}, "(?s:.*)"),
+        ({"structured_outputs": {"regex": "(?s:.*)"}}, "(?s:.*)"),
+        ({"ebnf": "start: /(?s:.*)/"}, "(?s:.*)"),
+    ],
+)
+def test_a_constraint_of_text_beside_tools_may_describe_calls(call: Caller, fields: dict[str, Any], part: str) -> None:
     call.says(CALL)
-    (choice,) = call.chat(tools=[TOOL], response_format=tag)["choices"]
-    assert choice["message"]["tool_calls"] and "structural_tag" in call.sent().grammar
+    (choice,) = call.chat(tools=[TOOL], **fields)["choices"]
+    assert choice["message"]["tool_calls"] and part in call.sent().grammar
 
 
 def test_a_schema_that_cannot_be_enforced_names_its_tool(call: Caller) -> None:

@@ -1,30 +1,36 @@
 """Converts Anthropic's messages, tools and tool choices into OpenAI's shapes, which `chat.tools` decodes.
 
-An error names the block that it refuses, for example `messages[2].content[0]`.
+An error names the block that it refuses, for example `messages[2].content[0]`. The names of images and documents end
+with their type, `messages[2].content[0].image`, as in Anthropic's errors: clients find the block by it, leave it out
+and go on.
+
+What a tool returned is not refused, because the policy would lose its episode: it reads a line of text in the place of
+an image.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadRequestError
+from verl_server.server.dialects.anthropic.client_tools import client_tool
 
 Message = dict[str, Any]
 
 _REDACTED = "its text is encrypted for another server: leave the block out"
 _NO_BLOCKS = {
-    "image": "only text is served",
     "document": "send the text in a text block",
     "search_result": "send the text in a text block",
     "redacted_thinking": _REDACTED,
     "container_upload": "the server runs no code",
 }
-_UNUSED_TOOL_FIELDS = {
-    "defer_loading": "the server has no tool search: send only the tools that may be called",
-    "input_examples": "write the examples into the description",
-    "allowed_callers": "only the client calls tools",
-}
+_ATTRIBUTION = "x-anthropic-billing-header:"
+"""Beginning of a system block with the version of Claude Code, which is no instruction. It differs between
+conversations, so their prompts would have no common beginning."""
+_TOOL_SEARCH = "tool_search_tool_"
+"""Beginning of the types of Anthropic's tools that find deferred tools, which the server offers like other tools."""
 
 
 def read_messages(system: str | Sequence[Message] | None, messages: Sequence[Message]) -> list[Message]:
@@ -32,8 +38,8 @@ def read_messages(system: str | Sequence[Message] | None, messages: Sequence[Mes
     if not messages:
         raise BadRequestError("messages cannot be empty.")
     found: list[Message] = []
-    if system:
-        found.append({"role": "system", "content": _text("system", system)})
+    if shown := _without_attribution(system or ""):
+        found.append({"role": "system", "content": _text("system", shown)})
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         role = message.get("role")
@@ -48,6 +54,12 @@ def read_messages(system: str | Sequence[Message] | None, messages: Sequence[Mes
     return _joined(found)
 
 
+def _without_attribution(system: str | Sequence[Message]) -> Any:
+    if isinstance(system, str):
+        return system
+    return [block for block in system if not str(block.get("text")).startswith(_ATTRIBUTION)]
+
+
 def _user(place: str, content: Any) -> list[Message]:
     """Return the messages of a user's turn: one for each tool result, and one for the text."""
     results: list[Message] = []
@@ -56,7 +68,7 @@ def _user(place: str, content: Any) -> list[Message]:
         if block["type"] in _TEXT_OF_BLOCK:
             texts.append(_TEXT_OF_BLOCK[block["type"]](at, block))
         elif block["type"] == "tool_result":
-            text = _text(f"{at}.content", block.get("content") or "", _TEXT_OF_BLOCK)
+            text = _text(f"{at}.content", block.get("content") or "", _TEXT_OF_RESULT)
             result: Message = {"role": "tool", "tool_call_id": _string(at, block, "tool_use_id"), "content": text}
             results.append(result | ({"is_error": True} if block.get("is_error") else {}))
         else:
@@ -140,6 +152,7 @@ def _plain(place: str, block: Message) -> str:
 
 def _document(place: str, block: Message) -> str:
     """Return title, context and text of a document. Raise BadRequestError if its source is not text in the body."""
+    place = f"{place}.document"
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if isinstance(source, dict) and kind == "text":
@@ -152,6 +165,20 @@ def _document(place: str, block: Message) -> str:
             "or content, or the text in a text block."
         )
     return _headed(place, block, ("title", "context"), text)
+
+
+def _document_of_tool(place: str, block: Message) -> str:
+    source = block.get("source")
+    is_text = not isinstance(source, dict) or source.get("type") in ("text", "content")
+    return _document(place, block) if is_text else _left_out(place, block)
+
+
+def _left_out(place: str, block: Message) -> str:
+    return f"[{block['type']}: left out, because the model reads text only]"
+
+
+def _tool_reference(place: str, block: Message) -> str:
+    return f"Found the tool {_string(place, block, 'tool_name')}."
 
 
 def _search_result(place: str, block: Message) -> str:
@@ -171,7 +198,14 @@ Readers = Mapping[str, Callable[[str, Message], str]]
 """Type of a block -> function from (place, block) to its text."""
 _ONLY_TEXT: Readers = {"text": _plain}
 _TEXT_OF_BLOCK: Readers = {"text": _plain, "document": _document, "search_result": _search_result}
-"""The blocks of a user's message and of a tool's result that are text."""
+"""The blocks of a user's message that are text."""
+_TEXT_OF_RESULT: Readers = {
+    **_TEXT_OF_BLOCK,
+    "document": _document_of_tool,
+    "image": _left_out,
+    "tool_reference": _tool_reference,
+}
+"""The blocks of a tool's result, which all have a text."""
 
 
 def _string(place: str, block: Mapping[str, Any], key: str) -> str:
@@ -183,6 +217,8 @@ def _string(place: str, block: Mapping[str, Any], key: str) -> str:
 
 def _refused(place: str, block: Message, where: str) -> BadRequestError:
     kind = block["type"]
+    if kind == "image":
+        return BadRequestError(f"{place}.image is not supported: only text is served. Leave the block out.")
     remedy = _NO_BLOCKS.get(kind, f"{where} cannot have it")
     return BadRequestError(f"{place} has the type {kind!r:.64}, which is not supported: {remedy}.")
 
@@ -191,26 +227,42 @@ def _refused(place: str, block: Message, where: str) -> BadRequestError:
 
 
 def openai_tools(tools: Sequence[Message] | None) -> list[Message]:
-    """Return tools in OpenAI's shape."""
-    return [_openai_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools or ())]
+    """Return tools in OpenAI's shape, without Anthropic's tool search."""
+    offered = [(i, tool) for i, tool in enumerate(tools or ()) if not str(tool.get("type")).startswith(_TOOL_SEARCH)]
+    return [_openai_tool(f"tools[{i}]", tool) for i, tool in offered]
 
 
 def _openai_tool(place: str, tool: Message) -> Message:
     kind = tool.get("type") or "custom"
+    if (known := client_tool(str(kind))) is not None:
+        meaning, parameters = known
+        offered = {"name": _string(place, tool, "name"), "description": meaning, "parameters": parameters}
+        return {"type": "function", "function": offered}
     if kind != "custom":
         raise BadRequestError(
             f"{place}.type {kind!r:.64} is not supported: the server has no tools of its own. Declare a tool with "
             "`name`, `description` and `input_schema`."
         )
-    for name, remedy in _UNUSED_TOOL_FIELDS.items():
-        if tool.get(name) not in (None, False, [], ["direct"]):
-            raise BadRequestError(f"{place}.{name} is not supported: {remedy}.")
+    if tool.get("allowed_callers") not in (None, [], ["direct"]):
+        raise BadRequestError(f"{place}.allowed_callers is not supported: only the client calls tools.")
     if not isinstance(tool.get("input_schema"), dict):
         raise BadRequestError(f"{place}.input_schema must be a JSON schema (an object).")
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
+    description = _described(place, tool)
+    function = {"name": tool.get("name"), "description": description, "parameters": tool["input_schema"]}
     if tool.get("strict") is not None:
         function["strict"] = tool["strict"]
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _described(place: str, tool: Message) -> Any:
+    """Return the description of a tool, with its examples if it has some."""
+    description, examples = tool.get("description"), tool.get("input_examples")
+    if not examples:
+        return description
+    if not isinstance(examples, list) or not isinstance(description, str | None):
+        raise BadRequestError(f"{place}.input_examples must be a list, and description a string.")
+    shown = [f"Example: {json.dumps(example, ensure_ascii=False)}" for example in examples]
+    return "\n".join([*([description] if description else []), *shown])
 
 
 def openai_tool_choice(choice: Message | None) -> tuple[Any, bool]:

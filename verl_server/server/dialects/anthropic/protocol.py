@@ -28,6 +28,8 @@ WITHOUT_EFFECT = {
     "billing_policy": "nobody is billed",
     "cache_control": "the server reuses the longest cached prefix of every request by itself",
     "context_management": "the server renders the conversation that the client sends, and edits nothing",
+    "defer_loading": "the server offers each tool at once, and leaves a tool search out",
+    "eager_input_streaming": "arguments are always streamed as they are sampled",
     "diagnostics": "answers hold no diagnostics of the prompt cache",
     "fallback_credit_token": "nobody is billed",
     "fallbacks": "the served model declines nothing, so no other one is asked",
@@ -125,6 +127,14 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     exact_weight_version: str | None = None
     """`exact_weight_version` of `/generate`: the only weight version that samples the output. Not in
     Anthropic's API."""
+    json_schema: str | dict[str, Any] | bool | None = None
+    """`json_schema` of `SamplingParams`, as text or as an object: the same as `output_config.format`. Not in
+    Anthropic's API."""
+    regex: str | None = None
+    """`regex` of `SamplingParams`: the whole output matches it, including calls of `tools`. Not in Anthropic's API."""
+    ebnf: str | None = None
+    """`ebnf` of `SamplingParams`: the whole output is of this grammar, including calls of `tools`. Not in Anthropic's
+    API."""
 
     def sampling_params(self) -> dict[str, Any]:
         """Return the settings under SGLang's names, without those that depend on the tools."""

@@ -1,4 +1,7 @@
-"""Constraints of the output in OpenAI's, vLLM's and SGLang's fields, and their conversion into sampling parameters."""
+"""Constraints of the output in OpenAI's, vLLM's and SGLang's fields, and their conversion into sampling parameters.
+
+`/v1/messages` has SGLang's fields, too, beside the schema of Anthropic's `output_config.format`.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ _OPTIONS = frozenset({"disable_any_whitespace", "disable_additional_properties",
 def constraint(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the one constraint of a request as {name of the sampling parameter: value}, or {} if there is none.
 
-    `given` holds the values of the fields `CONSTRAINTS`. Several fields may have the same constraint: clients of vLLM
-    send the new field and the older one, for servers of both ages. Raise BadRequestError if a field is wrong, or if
-    several fields have different constraints.
+    `given` holds the values of the fields `CONSTRAINTS`, or of those of `/v1/messages`. Several fields may have the
+    same constraint: clients of vLLM send the new field and the older one, for servers of both ages. Raise
+    BadRequestError if a field is wrong, or if several fields have different constraints.
     """
     found = {name: _READ[name](name, value) for name, value in given.items() if value is not None and value != ""}
     found = {name: params for name, params in found.items() if params}
@@ -153,4 +156,5 @@ _READ: dict[str, Callable[[str, Any], dict[str, str]]] = {
     "json_schema": _schema,
     "regex": _text("regex"),
     "ebnf": _text("ebnf"),
+    "output_config.format": _schema,
 }

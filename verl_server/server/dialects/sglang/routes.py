@@ -44,7 +44,7 @@ class NativeApi:
 
     def operations(self) -> list[Operation]:
         return [
-            Operation("/", self.root, media_types=(TEXT,)),
+            Operation("/", self.root, in_session=True, media_types=(TEXT,)),
             Operation(
                 "/generate",
                 self.generate,
