@@ -193,6 +193,24 @@ def test_formats(call: Caller, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"regex": "a+"}, "/a+/"),
+        ({"ebnf": 'start: "ab"'}, 'start: \\"ab\\"'),
+        ({"json_schema": {"enum": ["ab"]}}, "ab"),
+    ],
+)
+def test_constraints_of_sglang(call: Caller, fields: dict[str, Any], grammar: str) -> None:
+    call.says(CALL)
+    call.post("/v1/responses", input="hi", **fields)
+    assert grammar in call.sent().grammar
+    (item,) = call.post("/v1/responses", input="hi", tools=[TOOL], **fields)["output"]
+    assert item["type"] == "function_call" and grammar in call.sent().grammar
+    both = {"text": {"format": {"type": "json_object"}}}
+    assert "constrain the output differently" in call.refusal("/v1/responses", input="hi", **fields | both)["message"]
+
+
+@pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"previous_response_id": "x"}, "previous_response_id"),

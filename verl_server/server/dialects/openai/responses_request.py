@@ -140,6 +140,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """`presence_penalty` of `SamplingParams`."""
     repetition_penalty: float | None = None
     """`repetition_penalty` of `SamplingParams`."""
+    regex: str | None = None
+    """`regex` of `SamplingParams`."""
+    ebnf: str | None = None
+    """`ebnf` of `SamplingParams`."""
+    json_schema: str | dict[str, Any] | bool | None = None
+    """`json_schema` of `SamplingParams`, as text or as an object. True is any JSON."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     extra_key: str | None = None
@@ -172,6 +178,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "frequency_penalty",
             "presence_penalty",
             "repetition_penalty",
+            "regex",
+            "ebnf",
+            "json_schema",
             "parallel_tool_calls",
             "top_logprobs",
             "stream",
