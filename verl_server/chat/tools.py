@@ -57,17 +57,21 @@ class ToolChoice(msgspec.Struct, frozen=True):
         return self.mode == "required"
 
 
-def read_tools(value: Any) -> list[Tool]:
-    """Decode OpenAI's `tools`. Raise BadRequestError, which names the place, for anything else."""
+def read_tools(value: Any, places: Sequence[str] = ()) -> list[Tool]:
+    """Decode OpenAI's `tools`. Raise BadRequestError, which names the place, for anything else.
+
+    `places` are the tools' places in a body of another shape. Default: `tools[0]`, `tools[1]`, ...
+    """
     if value is None:
         return []
     if not isinstance(value, list):
         raise BadRequestError(f"tools must be a list of tools, not {_kind(value)}.")
-    tools = [_read_tool(f"tools[{i}]", each) for i, each in enumerate(value)]
+    places = places or [f"tools[{i}]" for i in range(len(value))]
+    tools = [_read_tool(place, each) for place, each in zip(places, value, strict=True)]
     seen: set[str] = set()
-    for i, tool in enumerate(tools):
+    for place, tool in zip(places, tools, strict=True):
         if tool.name in seen:
-            raise BadRequestError(f"tools[{i}] has the name `{tool.name}` of another tool: names must differ.")
+            raise BadRequestError(f"{place} has the name `{tool.name}` of another tool: names must differ.")
         seen.add(tool.name)
     return tools
 

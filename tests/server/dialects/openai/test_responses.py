@@ -221,7 +221,7 @@ def test_constraints_of_sglang(call: Caller, fields: dict[str, Any], grammar: st
         ({"input": [{"type": "function_call"}]}, "input[0] needs `name`"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
         ({"truncation": "some"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
