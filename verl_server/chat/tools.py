@@ -94,7 +94,13 @@ def _read_tool(place: str, value: Any) -> Tool:
         raise BadRequestError(f"{place}.function.strict must be true or false, not {strict!r:.64}.")
     if parameters is not None:
         _check_schema(f"{place}.function.parameters", parameters)
-    return Tool(name=name, parameters=parameters, strict=bool(strict), definition=value | {"type": "function"})
+    definition = value | {"type": "function", "function": _without_marks(function)}
+    return Tool(name=name, parameters=parameters, strict=bool(strict), definition=_without_marks(definition))
+
+
+def _without_marks(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object without `cache_control`, which marks a place of the prompt for a cache of another service."""
+    return {key: each for key, each in value.items() if key != "cache_control"}
 
 
 def _check_schema(place: str, schema: Any) -> None:

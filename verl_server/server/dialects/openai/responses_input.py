@@ -46,7 +46,8 @@ def _add_item(messages: list[Message], place: str, item: dict[str, Any]) -> None
             raise BadRequestError(f"{place} needs a `role`.")
         content = _text(f"{place}.content", item.get("content"))
         if role == "assistant":
-            _assistant(messages, "content")["content"] = content
+            reply = _assistant(messages, "content")
+            reply["content"] = reply.get("content", "") + content
         else:
             messages.append({"role": role, "content": content})
     elif kind in ("function_call", "custom_tool_call"):
@@ -79,11 +80,16 @@ def _arguments(place: str, item: dict[str, Any]) -> str | None:
 def _assistant(messages: list[Message], new: str | None) -> Message:
     """Return the assistant's message to which the next item belongs. One message has reasoning, content and calls.
 
-    `new` is the key that the item sets. A message that already has this key, or has calls, is complete.
+    `new` is the key that the item sets, None for calls. A reply begins with its reasoning. A text follows a text of
+    the same reply only if a call stands between them: the outputs of calls precede the next reply.
     """
     last = messages[-1] if messages else {}
-    follows = last.get("role") == "assistant" and (new is None or (new not in last and "tool_calls" not in last))
-    if not follows or (new == "reasoning_content" and "content" in last):
+    follows = last.get("role") == "assistant"
+    if new == "content":
+        follows = follows and (new not in last or "tool_calls" in last)
+    elif new == "reasoning_content":
+        follows = False
+    if not follows:
         messages.append({"role": "assistant"})
     return messages[-1]
 
