@@ -160,10 +160,10 @@ def test_an_image_in_an_output_is_a_note_to_the_policy(call: Caller, kind: str) 
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
     output = {"type": kind, "call_id": "c", "output": [{"type": "input_text", "text": "Seen: "}, image]}
     call.post(PATH, input=[{"role": "user", "content": "hi"}, output])
-    assert "Seen: [an image, which is not shown: the model reads text only]" in prompt_of(call)
+    assert "Seen: [image: left out, because the model reads text only]" in prompt_of(call)
     tool = {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     call.chat(messages=[{"role": "user", "content": "hi"}, tool])
-    assert "[an image, which is not shown" in prompt_of(call)
+    assert "[image: left out" in prompt_of(call)
     refused = call.refusal(PATH, input=[{"role": "user", "content": [image]}])
     assert "only text is served" in refused["message"]
 

@@ -118,7 +118,7 @@ _TEXT_OF_PART: dict[str | None, str] = {
 
 
 _IMAGE_PARTS = ("image_url", "input_image")
-_NO_IMAGE = "[an image, which is not shown: the model reads text only]"
+_NO_IMAGE = "[image: left out, because the model reads text only]"
 
 
 def joined_parts(place: str, parts: Sequence[Any], *, of_tool: bool = False) -> str:
