@@ -51,6 +51,12 @@ class ChatOutput(msgspec.Struct, frozen=True):
         """True if the output may have reasoning or tool calls, so that it needs a parser."""
         return self.format.reasoning_format is not None or (self.tools and self.format.tool_format is not None)
 
+    @property
+    def begins_in_reasoning(self) -> bool:
+        """True if the output begins inside the reasoning, without an opening tag."""
+        reasoning = self.format.reasoning_format
+        return reasoning is not None and (self.thinking_open or reasoning.starts_open)
+
     def without_reasoning(self) -> ChatOutput:
         """Return the plan that leaves the reasoning in the content."""
         format = msgspec.structs.replace(self.format, reasoning=NONE)

@@ -13,9 +13,12 @@ import pytest
 from tests.server.conftest import Stack
 from tests.server.dialects.openai.conftest import Caller
 from tests.server.dialects.openai.test_responses import client_of
+from tests.server.dialects.openai.test_tools import thinking
 from tests.server.fake_scheduler import INFO
 from verl_server.server.dialects.openai.responses_input import input_messages
 from verl_server.server.dialects.openai.responses_tools import custom_arguments, custom_input, offered_name
+
+__all__ = ["thinking"]
 
 PATH = "/v1/responses"
 SPAWN: Any = {
@@ -229,3 +232,10 @@ def test_refused_items(call: Caller, item: dict[str, Any], says: str) -> None:
 def test_the_name_of_a_function_in_a_namespace() -> None:
     assert offered_name("team", "spawn") == offered_name("team__", "spawn") == "team__spawn"
     assert offered_name(None, "spawn") == offered_name("", "spawn") == "spawn"
+
+
+def test_a_regex_may_describe_reasoning_and_calls(thinking: Caller) -> None:
+    thinking.says(f"<think>\nhm\n</think>\n\nSo.\n{tag('run', {})}")
+    output = thinking.post(PATH, input="hi", tools=[SHELL], regex="(?s:.*)")["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    assert output[0]["content"][0]["text"] == "hm"

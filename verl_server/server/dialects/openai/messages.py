@@ -50,8 +50,8 @@ def read_openai_prompt(
         schema = constrained.take_schema() if reasons or choice.mode != "none" else None
         constraint = constrained.constraint_name
     prompt = read_chat_prompt(text, messages, options, declared, choice, parallel, schema, constraint, input_ids)
-    if reasons and constraint is not None:
-        prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())  # all of it is the answer
+    if constraint is not None and prompt.output.begins_in_reasoning:  # it describes the output from its start
+        prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())
     return msgspec.structs.replace(prompt, unused_options=_unused(prompt.unused_options, options))
 
 
