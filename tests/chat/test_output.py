@@ -258,11 +258,23 @@ def test_a_call_after_a_malformed_one_is_found() -> None:
         assert message.content == bad and calls(message) == [("get", ARGUMENTS)]
 
 
+BROKEN = '<tool_call>{"name": "get", "arguments": {"city": "Rome"</tool_call>'
+
+
 def test_a_stream_keeps_a_call_that_breaks_after_its_arguments_began() -> None:
     parser = OutputFormat("hermes", "none").parser(True, False)
     text = '<tool_call>{"name": "get", "arguments": {"city": Paris}}</tool_call>'
     message = joined([*parser.push(text), *parser.finish()])
     assert calls(message) == [("get", '{"city": ')] and message.content == "Paris}}</tool_call>"
+
+
+@pytest.mark.parametrize("pieces", [[BROKEN], list(BROKEN)])
+def test_the_tag_that_closes_a_broken_call_is_no_content(pieces: list[str]) -> None:
+    parser = OutputFormat("hermes", "none").parser(True, False)
+    deltas = [delta for piece in [*pieces, "\nMore."] for delta in parser.push(piece)]
+    message = joined([*deltas, *parser.finish()])
+    assert calls(message) == [("get", '{"city": "Rome"')] and message.content == "More."
+    assert parse("hermes", BROKEN).content == BROKEN
 
 
 # -- pieces -------------------------------------------------------------------------------------------------

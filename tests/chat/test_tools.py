@@ -36,6 +36,11 @@ def test_tools_are_decoded_and_given_to_the_template_as_they_are() -> None:
     assert read_tools(None) == read_tools([]) == []
 
 
+def test_a_mark_for_a_cache_is_no_part_of_a_tool() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    assert read_tools([GET | mark, PUT | {"function": PUT["function"] | mark}]) == read_tools([GET, PUT])
+
+
 @pytest.mark.parametrize(
     ("tools", "message"),
     [

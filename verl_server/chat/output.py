@@ -340,8 +340,9 @@ class OutputParser:
         for event in self._reader.take_events():
             self._on_event(event)
         if self._reader.broken:
+            is_sent = self._call_begun and not self._whole_calls  # then the tag that closes the call is no text
             self._give_up()
-            self._step = self._in_content
+            self._step = self._at_close if is_sent and self._tools.close else self._in_content
             if self._calls_first and not self._calls:
                 self._tools = None
         elif self._reader.done:

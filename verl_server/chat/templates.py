@@ -30,7 +30,7 @@ _RESERVED = frozenset({"messages"})
 """Template variables that a request sets by other fields than `chat_template_kwargs`."""
 _LISTS = ("tools", "documents")
 """Variables that every template has, None if the request does not set them."""
-_ACCEPTED_ANYWHERE = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
+_ACCEPTED_ANYWHERE = frozenset({"enable_thinking", "thinking", "reasoning_effort", "verbosity"})
 """Variables that clients send to every model, even if the model's template does not use them."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys that clients use for the reasoning in a message. Templates read one of the first two."""

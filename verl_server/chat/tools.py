@@ -57,17 +57,21 @@ class ToolChoice(msgspec.Struct, frozen=True):
         return self.mode == "required"
 
 
-def read_tools(value: Any) -> list[Tool]:
-    """Decode OpenAI's `tools`. Raise BadRequestError, which names the place, for anything else."""
+def read_tools(value: Any, places: Sequence[str] = ()) -> list[Tool]:
+    """Decode OpenAI's `tools`. Raise BadRequestError, which names the place, for anything else.
+
+    `places` are the tools' places in a body of another shape. Default: `tools[0]`, `tools[1]`, ...
+    """
     if value is None:
         return []
     if not isinstance(value, list):
         raise BadRequestError(f"tools must be a list of tools, not {_kind(value)}.")
-    tools = [_read_tool(f"tools[{i}]", each) for i, each in enumerate(value)]
+    places = places or [f"tools[{i}]" for i in range(len(value))]
+    tools = [_read_tool(place, each) for place, each in zip(places, value, strict=True)]
     seen: set[str] = set()
-    for i, tool in enumerate(tools):
+    for place, tool in zip(places, tools, strict=True):
         if tool.name in seen:
-            raise BadRequestError(f"tools[{i}] has the name `{tool.name}` of another tool: names must differ.")
+            raise BadRequestError(f"{place} has the name `{tool.name}` of another tool: names must differ.")
         seen.add(tool.name)
     return tools
 
@@ -90,7 +94,13 @@ def _read_tool(place: str, value: Any) -> Tool:
         raise BadRequestError(f"{place}.function.strict must be true or false, not {strict!r:.64}.")
     if parameters is not None:
         _check_schema(f"{place}.function.parameters", parameters)
-    return Tool(name=name, parameters=parameters, strict=bool(strict), definition=value | {"type": "function"})
+    definition = value | {"type": "function", "function": _without_marks(function)}
+    return Tool(name=name, parameters=parameters, strict=bool(strict), definition=_without_marks(definition))
+
+
+def _without_marks(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object without `cache_control`, which marks a place of the prompt for a cache of another service."""
+    return {key: each for key, each in value.items() if key != "cache_control"}
 
 
 def _check_schema(place: str, schema: Any) -> None:

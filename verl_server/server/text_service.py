@@ -63,7 +63,7 @@ class TextService:
         refusal = _grammar_refusal(server_args, model_text)
         self.constrains_outputs = refusal is None
         self.grammars = GrammarChecks(workers, refusal)
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def on_loop(self, job: Job[R], body: bytes) -> R | None:
         """Return the result of `job` on a request's body, or None if `in_worker` must do it. Raise the job's error."""
@@ -112,11 +112,18 @@ class TextService:
 
         The names after the first ones are not logged.
         """
-        for name in {name[:_LONGEST_NAME] for name in names} - self._warned:
-            if len(self._warned) >= _MOST_WARNINGS:
-                return
-            self._warned.add(name)
-            logger.warning("Clients set the chat template variable `%s`, which the template does not use.", name)
+        self._warn_once("Clients set the chat template variable `%s`, which the template does not use.", names)
+
+    def warn_of_left_out(self, tools: Iterable[str]) -> None:
+        """Log a warning, once for each type, that clients declare tools that the policy is not offered."""
+        self._warn_once("Clients declare the tool `%s`, which runs at its vendor. The policy is not offered it.", tools)
+
+    def _warn_once(self, message: str, names: Iterable[str]) -> None:
+        for name in {name[:_LONGEST_NAME] for name in names}:
+            if (message, name) in self._warned or len(self._warned) >= _MOST_WARNINGS:
+                continue
+            self._warned.add((message, name))
+            logger.warning(message, name)
 
     @property
     def worker_pids(self) -> list[int]:

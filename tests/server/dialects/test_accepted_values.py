@@ -55,7 +55,13 @@ CHATS: list[dict[str, Any]] = [
     {"tools": [{"type": "function", "function": NULL_FUNCTION}], "tool_choice": "required"},
     {"tools": [{"type": "function", "function": FUNCTION | {"parameters": NULL_SCHEMA}}], "tool_choice": "required"},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": None}}},
-    *({"modalities": ["text"]}, {"audio": None}, {"verbosity": "medium"}, {"function_call": "none"}),
+    *(
+        {"modalities": ["text"]},
+        {"audio": None},
+        {"verbosity": "medium"},
+        {"verbosity": "low"},
+        {"function_call": "none"},
+    ),
     *({"functions": [], "function_call": "auto"}, {"prediction": {"type": "content", "content": "x"}}),
     *({"reasoning_effort": None}, {"chat_template_kwargs": {}}, {"documents": None}, {"web_search_options": None}),
     said("assistant", {"type": "refusal", "refusal": "no"}),
@@ -141,7 +147,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/completions": [{"max_tokens": 1.5}, {"n": True}, {"logprobs": True}, {"logprobs": False}, {"best_of": 2}],
     "/v1/chat/completions": [
-        *({"max_tokens": "many"}, {"temperature": True}, {"seed": 2**63}, {"seed": "9" * 30}, {"verbosity": "low"}),
+        *({"max_tokens": "many"}, {"temperature": True}, {"seed": 2**63}, {"seed": "9" * 30}, {"verbosity": "least"}),
         *({"functions": [FUNCTION]}, {"function_call": {"name": "f"}}, {"top_logprobs": 5}, {"stop": 5}),
         *({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, {"tool_choice": "required"}),
         said("user", {"type": "image_url", "image_url": {"url": "x"}}),
@@ -149,7 +155,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"tools": [{"type": "function", "function": FUNCTION | {"parameters": {"type": "array"}}}]},
     ],
     "/v1/responses": [
-        *({"truncation": "some"}, {"text": {"verbosity": "low"}}, {"include": ["all"]}),
+        *({"truncation": "some"}, {"text": {"verbosity": "least"}}, {"include": ["all"]}),
         *({"metadata": {"a": 1}}, {"background": True}, {"max_output_tokens": 1.5}),
     ],
     "/v1/messages": [{"max_tokens": 1.5}, {"max_tokens": True}, {"max_tokens": None}, {"mcp_servers": [{}]}],

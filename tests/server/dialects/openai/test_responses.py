@@ -193,6 +193,24 @@ def test_formats(call: Caller, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"regex": "a+"}, "/a+/"),
+        ({"ebnf": 'start: "ab"'}, 'start: \\"ab\\"'),
+        ({"json_schema": {"enum": ["ab"]}}, "ab"),
+    ],
+)
+def test_constraints_of_sglang(call: Caller, fields: dict[str, Any], grammar: str) -> None:
+    call.says(CALL)
+    call.post("/v1/responses", input="hi", **fields)
+    assert grammar in call.sent().grammar
+    (item,) = call.post("/v1/responses", input="hi", tools=[TOOL], **fields)["output"]
+    assert item["type"] == "function_call" and grammar in call.sent().grammar
+    both = {"text": {"format": {"type": "json_object"}}}
+    assert "constrain the output differently" in call.refusal("/v1/responses", input="hi", **fields | both)["message"]
+
+
+@pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"previous_response_id": "x"}, "previous_response_id"),
@@ -203,7 +221,7 @@ def test_formats(call: Caller, client: openai.OpenAI) -> None:
         ({"input": [{"type": "function_call"}]}, "input[0] needs `name`"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
         ({"truncation": "some"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),

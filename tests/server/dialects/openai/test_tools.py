@@ -372,7 +372,7 @@ def test_text_is_no_constraint(call: Caller) -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "sub"),
         ({"tools": [TOOL | {"type": "web_search"}]}, "tools[0].type"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"verbosity": "low"}, "`verbosity`"),
+        ({"verbosity": "least"}, "verbosity"),
     ],
 )
 def test_refused_chats(call: Caller, fields: dict[str, Any], says: str) -> None:

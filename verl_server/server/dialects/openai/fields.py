@@ -69,7 +69,6 @@ CHAT_REFUSED = _REFUSED | {
     "function_call": "use tool_choice",
     "audio": _NO_MEDIA,
     "web_search_options": "the server has no tools",
-    "verbosity": "say in the messages how long the answer should be, or use chat_template_kwargs",
     "thinking": "use reasoning_effort or chat_template_kwargs",
     "task": "use chat_template_kwargs",
     "echo": "use continue_final_message",
@@ -77,5 +76,5 @@ CHAT_REFUSED = _REFUSED | {
 }
 CHAT_WITHOUT_EFFECT = _WITHOUT_EFFECT | {"prediction": "it only makes OpenAI's service faster"}
 
-HARMLESS = {"verbosity": ("medium",), "function_call": ("none", "auto")}
+HARMLESS = {"function_call": ("none", "auto")}
 """Refused field -> values that are accepted, because the server behaves in this way in any case."""

@@ -24,6 +24,7 @@ def read_openai_prompt(
     options: dict[str, Any],
     *,
     tools: Any = None,
+    tool_places: Sequence[str] = (),
     tool_choice: Any = None,
     parallel: bool = True,
     constrained: OpenAIRequest | None = None,
@@ -31,11 +32,13 @@ def read_openai_prompt(
 ) -> ChatPrompt:
     """Return the prompt of a conversation in OpenAI's shape. Raise BadRequestError or NeedsWorkerError.
 
+    `tool_places` are the names of `tools` in errors; default: `tools[0]`, `tools[1]`, ...
+
     `constrained` is the request with the constraints of the output. If the policy may reason or call tools, a JSON
     schema is removed from this request and becomes a part of the prompt's grammar. So the schema does not constrain
     reasoning and calls.
     """
-    declared = read_tools(tools)
+    declared = read_tools(tools, tool_places)
     choice = read_tool_choice(tool_choice, declared)
     if input_ids is None:
         messages = text_messages(messages)
@@ -47,8 +50,8 @@ def read_openai_prompt(
         schema = constrained.take_schema() if reasons or choice.mode != "none" else None
         constraint = constrained.constraint_name
     prompt = read_chat_prompt(text, messages, options, declared, choice, parallel, schema, constraint, input_ids)
-    if reasons and constraint is not None:
-        prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())  # all of it is the answer
+    if constraint is not None and prompt.output.begins_in_reasoning:  # it describes the output from its start
+        prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())
     return msgspec.structs.replace(prompt, unused_options=_unused(prompt.unused_options, options))
 
 
@@ -58,6 +61,11 @@ def effort_options(effort: str | float | None) -> dict[str, Any]:
         return {}
     thinks = effort != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+
+
+def verbosity_options(verbosity: str | None) -> dict[str, Any]:
+    """Return the template variable of a verbosity. `medium` is what a model does by default."""
+    return {} if verbosity in (None, "medium") else {"verbosity": verbosity}
 
 
 def _unused(names: list[str], options: Mapping[str, Any]) -> list[str]:
@@ -89,7 +97,7 @@ def text_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if content is None and isinstance(message.get("refusal"), str):
             content = message["refusal"]
         if isinstance(content, list):
-            content = joined_parts(f"messages[{i}]", content)
+            content = joined_parts(f"messages[{i}]", content, of_tool=role == "tool")
         elif content is not None and not isinstance(content, str):
             raise BadRequestError(f"messages[{i}].content must be a string or a list of text parts.")
         role = "system" if role == "developer" else role
@@ -109,16 +117,24 @@ _TEXT_OF_PART: dict[str | None, str] = {
 """Type of a part that is text, in chats or responses -> the key with the text."""
 
 
-def joined_parts(place: str, parts: Sequence[Any]) -> str:
+_IMAGE_PARTS = ("image_url", "input_image")
+_NO_IMAGE = "[image: left out, because the model reads text only]"
+
+
+def joined_parts(place: str, parts: Sequence[Any], *, of_tool: bool = False) -> str:
     """Return the joined text of a content's parts, which may be strings and files of text.
 
-    Raise BadRequestError for other parts.
+    In the output of a tool (`of_tool`), a text stands in the place of an image: the program that plays did not choose
+    what the policy looks at, and an error would end it. Raise BadRequestError for other parts.
     """
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(part, dict) and kind in FILE_PARTS:
             texts.append(file_text(place, part))
+            continue
+        if of_tool and kind in _IMAGE_PARTS:
+            texts.append(_NO_IMAGE)
             continue
         key = _TEXT_OF_PART.get(kind) if isinstance(kind, str | None) else None
         text = part if isinstance(part, str) else part.get(key) if isinstance(part, dict) and key is not None else None

@@ -20,6 +20,7 @@ from verl_server.web.json_body import given_fields, names_of_unknown
 from verl_server.web.json_convert import read_struct
 
 R = TypeVar("R", bound=msgspec.Struct)
+Verbosity = Literal["low", "medium", "high"]
 
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 
@@ -309,6 +310,8 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     says whether this chat is stored; in a stream the first chunk of a choice has it."""
     include_reasoning: bool = True
     """Return the reasoning. If false, it is removed from the message."""
+    verbosity: Verbosity | None = None
+    """Passed to the chat template as `verbosity`, unless it is the default "medium". Most templates do not read it."""
     reasoning_effort: str | float | None = None
     """Passed to the chat template as `reasoning_effort`. "none" also sets `enable_thinking` and `thinking` to false,
     and other values set them to true. A template may use none of them, and the server then warns once in its log."""

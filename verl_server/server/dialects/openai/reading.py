@@ -17,7 +17,7 @@ from verl_server.server.dialects.openai.fields import (
     CHAT_REFUSED,
     COMPLETION_REFUSED,
 )
-from verl_server.server.dialects.openai.messages import effort_options, read_openai_prompt
+from verl_server.server.dialects.openai.messages import effort_options, read_openai_prompt, verbosity_options
 from verl_server.server.dialects.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -143,7 +143,7 @@ def template_options(request: Any) -> dict[str, Any]:
     for name in ("chat_template", "documents"):
         if (value := getattr(request, name)) is not None:
             options[name] = value
-    options = effort_options(request.reasoning_effort) | options
+    options = effort_options(request.reasoning_effort) | verbosity_options(request.verbosity) | options
     if request.continue_final_message:
         options["continue_final_message"] = True
     # A prompt that continues a message must not begin another one, so the default of add_generation_prompt changes.

@@ -40,7 +40,7 @@ class ResponseAnswer:
         self._one_call = not request.parallel_tool_calls
         top = (request.top_logprobs or 0) if request.wants_logprobs else None
         self._logprobs = LogprobWriter(texts, chat, top)
-        self._items = OutputItems(call_seed)
+        self._items = OutputItems(call_seed, read.calls)
         self._created = int(time.time())
         self._number = 0
         self._chars = 0

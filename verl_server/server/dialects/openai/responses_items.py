@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 
 from verl_server.chat.output import ContentDelta, Delta, ToolCallDelta
+from verl_server.server.dialects.openai.responses_tools import CallShape, custom_input
 
 Event = tuple[str, dict[str, Any]]
 """Type of an event without "response.", and its fields."""
@@ -17,9 +19,9 @@ Event = tuple[str, dict[str, Any]]
 class OutputItems:
     """The items of one response. At most the last item is open."""
 
-    def __init__(self, seed: str = "") -> None:
-        """`seed` determines the ids of the items. Without it, they are random."""
-        self._seed = seed
+    def __init__(self, seed: str = "", calls: Mapping[str, CallShape] | None = None) -> None:
+        """`seed` determines the ids of the items. Without it, they are random. `calls`: `OfferedTools.shapes`."""
+        self._seed, self._calls = seed, calls or {}
         self.items: list[dict[str, Any]] = []
         self._open = False
         self._texts: list[str] = []
@@ -52,6 +54,12 @@ class OutputItems:
             done: list[Event] = [
                 ("function_call_arguments.done", self._item_place() | {"name": item["name"], "arguments": text})
             ]
+        elif item["type"] == "custom_tool_call":
+            text = item["input"] = custom_input(text)  # known as a whole only
+            done = [
+                ("custom_tool_call_input.delta", self._item_place() | {"delta": text}),
+                ("custom_tool_call_input.done", self._item_place() | {"input": text}),
+            ]
         else:
             part = item["content"][0]
             part["text"] = text
@@ -68,12 +76,21 @@ class OutputItems:
         events: list[Event] = []
         if delta.id is not None:
             events += self.close("completed")
-            item = {"type": "function_call", "id": self._new_id("fc"), "call_id": delta.id, "name": delta.name}
-            events += self._append(item | {"arguments": "", "status": "in_progress"})
+            events += self._append(self._call_item(delta.id, delta.name or ""))
         if delta.arguments:
             self._texts.append(delta.arguments)
-            events.append(("function_call_arguments.delta", self._item_place() | {"delta": delta.arguments}))
+            if self.items[-1]["type"] == "function_call":
+                events.append(("function_call_arguments.delta", self._item_place() | {"delta": delta.arguments}))
         return events
+
+    def _call_item(self, call_id: str, offered: str) -> dict[str, Any]:
+        shape = self._calls.get(offered) or CallShape(offered)
+        kind, prefix, text = (
+            ("custom_tool_call", "ctc", "input") if shape.is_custom else ("function_call", "fc", "arguments")
+        )
+        item = {"type": kind, "id": self._new_id(prefix), "call_id": call_id, "name": shape.name}
+        namespace = {} if shape.namespace is None else {"namespace": shape.namespace}
+        return item | namespace | {text: "", "status": "in_progress"}
 
     def _begin(self, kind: str) -> list[Event]:
         if kind == "reasoning":

@@ -5,7 +5,6 @@ Responses are stored in sessions only. Outside a session, a request sends the wh
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 import msgspec
@@ -16,15 +15,14 @@ from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.dialects.openai.constraints import response_format_schema
 from verl_server.server.dialects.openai.fields import CHAT_REFUSED
-from verl_server.server.dialects.openai.messages import effort_options, joined_parts, read_openai_prompt
-from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, at_least, parse_openai
+from verl_server.server.dialects.openai.messages import effort_options, read_openai_prompt, verbosity_options
+from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, Verbosity, at_least, parse_openai
+from verl_server.server.dialects.openai.responses_input import NO_STORE, input_messages
+from verl_server.server.dialects.openai.responses_tools import CallShape, read_choice, read_offered
 from verl_server.server.text.chat_prompt import ReadConversation
 from verl_server.server.text.text_tools import Job, TextTools
 from verl_server.web.json_body import parse_json
 
-_NO_STORE = (
-    "responses are stored in sessions only: create one with POST /sessions, or send the whole conversation in `input`"
-)
 _MOST_METADATA, _LONGEST_METADATA = 16, 512
 """Pairs of `metadata`, and characters of a key or a value. Source: OpenAI."""
 _LOGPROBS = "message.output_text.logprobs"
@@ -36,7 +34,7 @@ _INCLUDED = (
 """Source: OpenAI. Values that concern OpenAI's own tools and images have no effect, because these cannot occur."""
 
 RESPONSES_REFUSED = {
-    "conversation": _NO_STORE,
+    "conversation": NO_STORE,
     "background_options": "the answer is sent when the response ends; use stream",
     "access_programs": "the server has no such programs",
     "image": "only text is served",
@@ -52,6 +50,7 @@ RESPONSES_REFUSED = {
 }
 RESPONSES_WITHOUT_EFFECT = {
     "user": "it names the caller to OpenAI",
+    "client_metadata": "it names the caller to OpenAI",
     "safety_identifier": "it names the caller to OpenAI",
     "service_tier": "there is one class of service",
     "max_tool_calls": "it bounds calls of OpenAI's own tools, and the server has none",
@@ -67,8 +66,8 @@ class TextConfig(msgspec.Struct, kw_only=True):
 
     format: dict[str, Any] | None = None
     """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name", "schema"}."""
-    verbosity: Literal["medium"] | None = None
-    """Only the default is served."""
+    verbosity: Verbosity | None = None
+    """`verbosity` of a chat."""
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
@@ -98,7 +97,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     """`top_p` of `SamplingParams`."""
     tools: list[dict[str, Any]] | None = None
-    """Tools of the type "function"."""
+    """Tools of the types "function", "namespace" and "custom". OpenAI's hosted tools (`web_search`, ...) are accepted,
+    and not offered to the policy."""
     tool_choice: str | dict[str, Any] | None = None
     """See `/v1/chat/completions`."""
     parallel_tool_calls: bool = True
@@ -140,6 +140,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """`presence_penalty` of `SamplingParams`."""
     repetition_penalty: float | None = None
     """`repetition_penalty` of `SamplingParams`."""
+    regex: str | None = None
+    """`regex` of `SamplingParams`."""
+    ebnf: str | None = None
+    """`ebnf` of `SamplingParams`."""
+    json_schema: str | dict[str, Any] | bool | None = None
+    """`json_schema` of `SamplingParams`, as text or as an object. True is any JSON."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     extra_key: str | None = None
@@ -172,6 +178,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "frequency_penalty",
             "presence_penalty",
             "repetition_penalty",
+            "regex",
+            "ebnf",
+            "json_schema",
             "parallel_tool_calls",
             "top_logprobs",
             "stream",
@@ -193,7 +202,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     def check(self, in_session: bool) -> None:
         """Raise BadRequestError for values that the types of the fields permit but this server does not serve."""
         if self.previous_response_id is not None and not in_session:
-            raise BadRequestError(f"previous_response_id is not supported here: {_NO_STORE}.")
+            raise BadRequestError(f"previous_response_id is not supported here: {NO_STORE}.")
         at_least(1, "max_output_tokens", self.max_output_tokens)
         at_least(0, "top_logprobs", self.top_logprobs)
         metadata = self.metadata or {}
@@ -215,6 +224,10 @@ class ReadResponse(ReadConversation, kw_only=True):
     chat: ChatCompletionRequest
     echoed: dict[str, bytes]
     """Fields of the request that the response repeats, as JSON."""
+    calls: dict[str, CallShape]
+    """See `OfferedTools.shapes`."""
+    left_out_tools: list[str]
+    """See `OfferedTools.left_out`."""
 
 
 class _Previous(msgspec.Struct):
@@ -238,12 +251,16 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
     chat = request.chat()
     tools.limits.check_sampling(SamplingParams.parse(chat.sampling_params(chat.max_tokens)))
     effort = request.reasoning.effort if request.reasoning is not None else None
+    verbosity = request.text.verbosity if request.text is not None else None
+    options = {"add_generation_prompt": True} | effort_options(effort) | verbosity_options(verbosity)
+    offered = read_offered(request.tools)
     prompt = read_openai_prompt(
         tools,
-        input_messages(request),
-        {"add_generation_prompt": True} | effort_options(effort) | (request.chat_template_kwargs or {}),
-        tools=[_chat_tool(i, tool) for i, tool in enumerate(request.tools or ())],
-        tool_choice=request.tool_choice,
+        input_messages(request.instructions, request.input),
+        options | (request.chat_template_kwargs or {}),
+        tools=offered.functions,
+        tool_places=offered.places,
+        tool_choice=read_choice(request.tool_choice),
         parallel=request.parallel_tool_calls,
         constrained=chat,
     )
@@ -253,7 +270,7 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
     form = request.text.format if request.text is not None else None
     echoed = {
         "instructions": request.instructions,
-        "text": {"format": form or {"type": "text"}, "verbosity": "medium"},
+        "text": {"format": form or {"type": "text"}, "verbosity": verbosity or "medium"},
         "tools": request.tools or [],
         "tool_choice": request.tool_choice or "auto",
     }
@@ -263,6 +280,8 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
         request=request,
         chat=chat,
         echoed={name: orjson.dumps(value) for name, value in echoed.items()},
+        calls=offered.shapes,
+        left_out_tools=offered.left_out,
         prompts=[prompt.checked(tools)],
         output=prompt.output,
         unknown_fields=unknown,
@@ -272,77 +291,3 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
 
 
 RESPONSES = Job("responses", read_responses, ReadResponse)
-
-
-def input_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the instructions and the input as messages of a chat. Raise BadRequestError, which names the item."""
-    messages: list[dict[str, Any]] = []
-    if request.instructions:
-        messages.append({"role": "system", "content": request.instructions})
-    items = request.input
-    if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
-    if not items:
-        raise BadRequestError("input cannot be empty.")
-    for i, item in enumerate(items):
-        _add_item(messages, f"input[{i}]", item)
-    return messages
-
-
-def _add_item(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> None:
-    kind = item.get("type") or "message"
-    if kind == "message":
-        role = item.get("role")
-        if not isinstance(role, str):
-            raise BadRequestError(f"{place} needs a `role`.")
-        content = _text(f"{place}.content", item.get("content"))
-        if role == "assistant":
-            message = _assistant(messages, "content")
-            message["content"] = content
-        else:
-            messages.append({"role": role, "content": content})
-    elif kind == "function_call":
-        call = {"name": item.get("name"), "arguments": item.get("arguments")}
-        if not isinstance(call["name"], str) or not isinstance(call["arguments"], str | None):
-            raise BadRequestError(f"{place} needs `name`, the name of a function, and `arguments`, JSON text.")
-        message = _assistant(messages, None)
-        message.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
-    elif kind == "function_call_output":
-        output = _text(f"{place}.output", item.get("output"))
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-    elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        _assistant(messages, "reasoning_content")["reasoning_content"] = _text(f"{place}.content", parts)
-    else:
-        remedy = (
-            _NO_STORE if kind == "item_reference" else "use messages, function_call, function_call_output, reasoning"
-        )
-        raise BadRequestError(f"{place}.type {kind!r:.64} is not supported: {remedy}.")
-
-
-def _assistant(messages: list[dict[str, Any]], new: str | None) -> dict[str, Any]:
-    """Return the assistant's message to which the next item belongs. One message has reasoning, content and calls.
-
-    `new` is the key that the item sets. A message that already has this key, or has calls, is complete.
-    """
-    last = messages[-1] if messages else {}
-    follows = last.get("role") == "assistant" and (new is None or (new not in last and "tool_calls" not in last))
-    if not follows or (new == "reasoning_content" and "content" in last):
-        messages.append({"role": "assistant"})
-    return messages[-1]
-
-
-def _text(place: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequestError(f"{place} must be a string or a list of text parts.")
-    return joined_parts(place, content)
-
-
-def _chat_tool(i: int, tool: dict[str, Any]) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        raise BadRequestError(f'tools[{i}].type {json.dumps(kind)[:64]} is not supported: the only type is "function".')
-    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
-    return {"type": "function", "function": function}

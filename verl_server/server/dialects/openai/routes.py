@@ -180,6 +180,7 @@ class OpenAIApi:
         """Return OpenAI's response object. With `stream`, send server-sent events with OpenAI's typed events."""
         read = await self._turns.read(request, RESPONSES, previous_response)
         self._manager.text.warn_of_unused(read.unused_options)
+        self._manager.text.warn_of_left_out(read.left_out_tools)
         body, chat = read.request, read.chat
         self.check_model(body.model)
         top_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None

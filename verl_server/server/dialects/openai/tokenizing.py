@@ -9,7 +9,7 @@ import orjson
 
 from verl_server.errors import BadRequestError
 from verl_server.server.dialects.openai.messages import read_openai_prompt
-from verl_server.server.dialects.openai.protocol import parse_openai
+from verl_server.server.dialects.openai.protocol import Verbosity, parse_openai
 from verl_server.server.dialects.openai.reading import template_options
 from verl_server.server.text.text_tools import Job, TextTools
 from verl_server.web.json_body import parse_json
@@ -50,6 +50,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Tools for the chat template, as in a chat."""
     documents: list[dict[str, Any]] | None = None
     """Documents for the chat template, as in a chat."""
+    verbosity: Verbosity | None = None
+    """`verbosity` of a chat."""
     reasoning_effort: str | float | None = None
     """`reasoning_effort` of a chat."""
     chat_template: str | None = None
