@@ -109,11 +109,14 @@ class _Host:
             await self._served()
         except Exception as error:
             return End(StopReason.ENV_ERROR, f"The environment's shared resources: {type(error).__name__}: {error}")
-        api = self.environment.api
-        client = api.EvalClientConfig(base_url=base_url, api_key_var=_NO_KEY)
-        context = api.ModelContext(model=_MODEL, client=client)
-        episode = await self.environment.env.run_episode(self.environment.task(row), context)
-        return end_of(episode, self.environment.role)
+        try:
+            api = self.environment.api
+            client = api.EvalClientConfig(base_url=base_url, api_key_var=_NO_KEY)
+            context = api.ModelContext(model=_MODEL, client=client)
+            episode = await self.environment.env.run_episode(self.environment.task(row), context)
+            return end_of(episode, self.environment.role)
+        except Exception as error:
+            return End(StopReason.ENV_ERROR, f"verifiers: {type(error).__name__}: {error}"[:2000])
 
     async def _served(self) -> None:
         """Wait until the resources that episodes share (servers of tools, the interception) are up. Start them once."""
@@ -140,10 +143,12 @@ def end_of(episode: Any, role: str) -> End:
     Failures of the environment, its sandbox and its tools are the infrastructure's. A prompt that is longer than the
     context, and limits of verifiers, are the policy's. Scores of an episode that reached a limit count.
     """
+    for trace in episode.traces:
+        if not trace.ok:
+            return _failure(trace.errors[-1], is_policys=trace.agent.name == role)
+    if episode.errors:
+        return _failure(episode.errors[-1], is_timeout=episode.is_timeout)
     traces = [trace for trace in episode.traces if trace.agent.name == role]
-    failed = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors[-1:])]
-    if failed:
-        return _failure(failed[-1], episode.is_timeout)
     if len(traces) != 1 or not traces[0].agent.trainable:
         text = f"The environment played {role!r} {len(traces)} times in one episode, or as a role that is not trained."
         return End(StopReason.ENV_ERROR, f"{text} An episode has one reward, for one trained role.")
@@ -154,7 +159,7 @@ def end_of(episode: Any, role: str) -> End:
         text = f"{trace.stop_condition} of verifiers" + (f", before {', '.join(unscored)}" if unscored else "")
         return End(StopReason.ENV_TIMEOUT if trace.is_timeout else StopReason.ENV_ERROR, text)
     if trace.calls and trace.calls[-1].error is not None:  # the harness ended in order after a refused request
-        end = _failure(trace.calls[-1].error, False)
+        end = _failure(trace.calls[-1].error)
         if end.reason is not StopReason.CONTEXT_FULL:
             return end
         reason = end.reason
@@ -162,9 +167,10 @@ def end_of(episode: Any, role: str) -> End:
     return End(reason, error, result=scored(trace))
 
 
-def _failure(error: Any, is_timeout: bool) -> End:
+def _failure(error: Any, *, is_policys: bool = True, is_timeout: bool = False) -> End:
+    """Return the end for an `Error` of verifiers. `is_policys`: in the trace of the role that the policy plays."""
     text = f"verifiers: {error.type}: {error.message}"[:2000]
-    if error.type == "ProviderError":
+    if error.type == "ProviderError" and is_policys:
         is_overflow = ContextLengthError.code in error.message
         return End(StopReason.CONTEXT_FULL if is_overflow else StopReason.GENERATION_ERROR, text)
     return End(StopReason.ENV_TIMEOUT if is_timeout else StopReason.ENV_ERROR, text)
