@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from test_rollouts import SEAT, WALKS, name
 
 from verl_server.errors import BadRequestError
-from verl_server.train import grpo
+from verl_server.train import async_grpo, grpo
 from verl_server.train.options import TrainArgs
+from verl_server.train.players import prepare
 
 FAST = ["--device", "cpu", "--steps", "2", "--grpo.groups", "2", "--grpo.group-size", "3", "--grpo.minibatches", "1"]
 FAST += ["--grpo.epochs", "1", "--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--retry-pause", "0"]
 FAST += ["--server.dtype", "float32", "--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
 
 
-def test_two_steps_of_one_turn_with_an_evaluation(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", [grpo, async_grpo])
+def test_two_steps_of_one_turn_with_an_evaluation(trainer: Any, model: Path, tmp_path: Path) -> None:
     text = name("verl-words", {"eval": {"taskset": {"split": "test"}}})
     out = tmp_path / "run"
     evaluated = ["--eval-every", "2", "--eval-tasks", "2"]
-    grpo.main(
+    trainer.main(
         ["--model-path", str(model), "--tasks", text, "--out", str(out), "--max-new-tokens", "24", *FAST, *evaluated]
     )
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -47,7 +50,5 @@ def test_two_steps_of_several_turns(model: Path, tmp_path: Path) -> None:
 
 def test_an_evaluation_needs_rows_of_its_own(model: Path) -> None:
     args = TrainArgs(model_path=str(model), tasks=f"verifiers:verl-words?{json.dumps({'agent': SEAT})}", eval_every=1)
-    from verl_server.train.players import prepare
-
     with pytest.raises(BadRequestError, match="name them with `eval`"):
         prepare(args)

@@ -146,7 +146,7 @@ class TrainArgs:
     tasks: str | None = None
     """Tasks of the agent: FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME. Groups take the lines
     in turn. Default: the environment at --env-url with a seed for each group. Or, without --agent, verifiers:NAME, an
-    installed environment of verifiers, whose rows groups take in turn (docs/environments.md)."""
+    installed environment of verifiers, whose rows groups take in turn."""
     reward: str | None = None
     """`environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode. For --agent.
     Default: `environment` if there is one, `exit` for a program."""

@@ -18,7 +18,7 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout.agents import verifiers_agent
 from verl_server.rollout.agents.types import AgentLimits, AgentRun, Scored
 from verl_server.rollout.agents.verifiers_agent import VerifiersAgent, end_of
-from verl_server.rollout.faults import FAULTS
+from verl_server.rollout.faults import FAULTS, FaultRules
 from verl_server.rollout.trajectory import Fault, StopReason
 
 
@@ -116,15 +116,15 @@ class FakeEnvironment:
 
     async def run_episode(self, task: Any, context: tuple[str, str]) -> Any:
         assert threading.current_thread() is self.thread
+        model, base_url = context
+        body = {"model": model, "messages": [{"role": "user", "content": f"say {task.row}"}]}
+        async with httpx.AsyncClient() as client:
+            (await client.post(f"{base_url}/chat/completions", json=body)).raise_for_status()
         if self.fault == "hang":
             try:
                 await asyncio.Event().wait()
             finally:
                 self.played += 1
-        model, base_url = context
-        body = {"model": model, "messages": [{"role": "user", "content": f"say {task.row}"}]}
-        async with httpx.AsyncClient() as client:
-            (await client.post(f"{base_url}/chat/completions", json=body)).raise_for_status()
         self.played += 1
         stopped = {"stop_condition": "max_turns"} if self.fault == "turns" else {}
         return episode(trace(reward=float(task.row), **stopped))
@@ -171,15 +171,20 @@ def test_scores_of_an_episode_that_reached_a_limit_count(made: list[FakeEnvironm
     assert (played.reason, played.fault, played.reward) == (StopReason.MAX_TURNS, Fault.POLICY, 3.0)
 
 
-def test_an_episode_that_our_limit_ends_has_the_score_of_a_failure(made: list[FakeEnvironment]) -> None:
+@pytest.mark.parametrize("failed", [0.0, -1.0, None])
+def test_an_episode_that_our_limit_ends_has_the_score_of_a_failure(
+    made: list[FakeEnvironment], failed: float | None
+) -> None:
     def check(fake: FakeServer) -> None:
         assert made[0].played == 1  # verifiers' part has ended, too
 
     agent = VerifiersAgent("verifiers:maze")
     made[0].fault = "hang"
-    (played,) = play(agent, 1, limits=AgentLimits(seconds=0.3), check=check).episodes
+    limits, faults = AgentLimits(seconds=2.0), FaultRules(score_failed=failed)
+    (played,) = play(agent, 1, limits=limits, faults=faults, check=check).episodes
     agent.close()
-    assert (played.reason, played.reward, played.metrics) == (StopReason.TIME_LIMIT, None, {})  # no token was sampled
+    assert (played.reason, played.reward, played.metrics) == (StopReason.TIME_LIMIT, failed, {})
+    assert not played.reward_failed
 
 
 def test_what_cannot_be_served_is_tried_again_by_the_next_episode(made: list[FakeEnvironment]) -> None:

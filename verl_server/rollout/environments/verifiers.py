@@ -157,7 +157,7 @@ def _policy_role(api: Any, name: str, config: Any) -> str:
                 "verifiers, and there is no key. Run `prime login`, or name another runtime. docker is isolated, a "
                 f'subprocess is not: verifiers:{name}?{{"{key}": {{"runtime": {{"type": "subprocess"}}}}}}'
             )
-    return policy[0]
+    return str(policy[0])
 
 
 def _with_max_turns(config: Any, role: str, most: int | None) -> Any:
