@@ -92,6 +92,8 @@ class FakeEnvironment:
     role = "agent"
     made: list[FakeEnvironment]
 
+    loops: set[asyncio.AbstractEventLoop]
+
     def __init__(self, name: str, settings: Any, max_turns: int | None = None) -> None:
         self.settings, self.max_turns = settings, max_turns
         self.env = self
@@ -109,6 +111,7 @@ class FakeEnvironment:
             raise OSError("no port")
         self.served += 1
         self.thread = threading.current_thread()
+        self.loops.add(asyncio.get_running_loop())
         try:
             yield
         finally:
@@ -132,7 +135,7 @@ class FakeEnvironment:
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeEnvironment]:
-    FakeEnvironment.made = []
+    FakeEnvironment.made, FakeEnvironment.loops = [], set()
     monkeypatch.setattr(verifiers_agent, "VerifiersEnvironment", FakeEnvironment)
     return FakeEnvironment.made
 
@@ -161,6 +164,7 @@ def test_episodes_share_what_the_environment_serves(made: list[FakeEnvironment])
     play(agent, 1)
     agent.close()
     assert (environment.served, environment.left) == (2, 2)
+    assert len(environment.loops) == 1  # locks of verifiers belong to the process, and to one loop
 
 
 def test_scores_of_an_episode_that_reached_a_limit_count(made: list[FakeEnvironment]) -> None:

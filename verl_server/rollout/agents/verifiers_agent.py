@@ -1,9 +1,9 @@
 """`VerifiersAgent`: the rollout code of an environment of `verifiers` plays an episode through its session.
 
 `--tasks verifiers:NAME` makes one, for `run_agents` and for trainers. An episode is one `run_episode` of verifiers,
-whose requests reach the session through verifiers' own interception server. It runs in a thread of this process with
-an event loop of its own, so that code that blocks does not delay other parts of the runner. Rewards and metrics are
-those that verifiers computed.
+whose requests reach the session through verifiers' own interception server. It runs in a thread of this process, whose
+event loop all environments share, so that code that blocks does not delay other parts of the runner. Rewards and
+metrics are those that verifiers computed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from verl_server.errors import BadRequestError, ContextLengthError
 from verl_server.rollout.agents.episode import End
 from verl_server.rollout.agents.types import AgentFunction, AgentSession, AgentTask, Scored
+from verl_server.rollout.environment import EnvError
 from verl_server.rollout.environments.verifiers import VerifiersEnvironment, parse_name
 from verl_server.rollout.loop_thread import LoopThread
 from verl_server.rollout.trajectory import StopReason
@@ -23,6 +24,8 @@ from verl_server.rollout.trajectory import StopReason
 _MODEL = "policy"
 _NO_KEY = "VERL_SERVER_NO_KEY"
 """Name of a variable that does not exist: the base URL of a session contains its key."""
+_END_SECONDS = 30.0
+"""Most seconds for the end of what an environment serves. What does not end by then ends with the process."""
 _STOPS = {
     "max_turns": StopReason.MAX_TURNS,
     "max_input_tokens": StopReason.CONTEXT_FULL,
@@ -82,27 +85,32 @@ class VerifiersAgent:
         return scored
 
     def close(self) -> None:
-        """End the servers of tools and the event loops of the environments. A later episode starts them again."""
+        """End the servers of tools and the interception of the environments. A later episode starts them again."""
         for host in self._hosts.values():
             host.close()
 
 
+_thread = LoopThread("verifiers")
+"""The event loop of all environments of this process, which never ends: verifiers keeps locks for the process."""
+
+
 class _Host:
-    """An environment on an event loop of its own, with the resources that its episodes share."""
+    """An environment on the event loop of `_thread`, with the resources that its episodes share."""
 
     def __init__(self, environment: VerifiersEnvironment) -> None:
         self.environment = environment
-        self._thread = LoopThread("verifiers")
         self._serving: asyncio.Task[None] | None = None
         self._up: asyncio.Future[None] | None = None
 
     async def play(self, row: int, base_url: str) -> End:
         """Play the task of a row through a session. Call it on any event loop."""
-        return await self._thread.start(self._episode(row, base_url)).joined()
+        return await _thread.start(self._episode(row, base_url)).joined()
 
     def close(self) -> None:
-        self._thread.close()
-        self._serving = None
+        """End the resources, within a bound."""
+        if self._serving is not None:
+            _thread.start(self._end_serving(self._serving)).wait(_END_SECONDS)
+            self._serving = None
 
     async def _episode(self, row: int, base_url: str) -> End:
         try:
@@ -126,8 +134,12 @@ class _Host:
         assert self._up is not None
         await asyncio.shield(self._up)
 
+    async def _end_serving(self, serving: asyncio.Task[None]) -> None:
+        serving.cancel()
+        await asyncio.wait([serving])
+
     async def _serve(self, up: asyncio.Future[None]) -> None:
-        """Hold the resources until the loop ends, which cancels this task."""
+        """Hold the resources until `close` cancels this task."""
         try:
             async with self.environment.env.serving():
                 up.set_result(None)
@@ -135,6 +147,9 @@ class _Host:
         except Exception as error:
             if not up.done():
                 up.set_exception(error)
+        finally:
+            if not up.done():  # closed before the resources were up
+                up.set_exception(EnvError("the environment was closed"))
 
 
 def end_of(episode: Any, role: str) -> End:
