@@ -69,6 +69,7 @@ class Running(Generic[T]):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._cancel)
             await asyncio.wait([outcome])
+            outcome.exception()  # it was read: asyncio logs nothing
             raise
 
     def cancel(self) -> None:
