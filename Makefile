@@ -7,7 +7,7 @@ INTERPRETER ?=
 # Tests start hundreds of processes. Without byte code each of them would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-vllm test-sglang test-real test-browser test-trackers test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-vllm test-sglang test-real test-browser test-trackers test-verifiers test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -131,6 +131,19 @@ test-trackers: .venv-trackers/.installed  ## TensorBoard, wandb, MLflow and Trac
 		-e '.[tensorboard,wandb,mlflow,trackio]'
 	touch $@
 
+test-verifiers: .venv-verifiers/.installed  ## environments of verifiers without a network: rollouts and training, played by its own code
+	cd tests/verifiers && ../../.venv-verifiers/bin/python -m pytest $(ARGS)
+
+# The packages of .venv and verifiers, which needs an older openai than .venv has.
+.venv-verifiers/.installed: $(STAMP)
+	rm -rf .venv-verifiers
+	$(BIN)/python -m venv --without-pip .venv-verifiers
+	echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" \
+		> $$(echo .venv-verifiers/lib/python*/site-packages)/packages_of_venv.pth
+	$(BIN)/python -m pip --python .venv-verifiers/bin/python install --quiet --disable-pip-version-check \
+		-e '.[verifiers]'
+	touch $@
+
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
 
@@ -176,4 +189,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-sglang .venv-real .venv-browser .venv-trackers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-sglang .venv-real .venv-browser .venv-trackers .venv-verifiers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from verl_server.cli.main import main
 from verl_server.rollout.agents.loading import read_tasks
 from verl_server.rollout.agents.output import read_lines
 from verl_server.rollout.agents.types import AgentTask
+from verl_server.rollout.environments import verifiers
 from verl_server.rollout.trajectory import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +191,31 @@ def test_what_is_wrong_is_said(
     given |= {"--server": fake.url, "--reward": f"{folder}/my_agent.py:right", change[0]: change[1]}
     assert main(["rollout", *(word for pair in given.items() for word in pair)]) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ([], "pip install 'verl-server[verifiers]'"),
+        (["--agent", "tools"], "--agent cannot be combined with --tasks verifiers:NAME"),
+        (["--environment", "code"], "--environment cannot be combined with --tasks verifiers:NAME"),
+    ],
+)
+def test_tasks_of_verifiers_need_the_package_and_no_agent(
+    fake: FakeServer,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    says: str,
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(verifiers, "version", missing)
+    command = ["rollout", "--tasks", "verifiers:maze", "--server", fake.url, "--out", "runs/v", *more]
+    assert main(command) == (2 if more else 1)
+    assert says in " ".join(capsys.readouterr().err.split())
 
 
 def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:

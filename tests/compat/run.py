@@ -40,6 +40,7 @@ TESTS = {
         "test_router.py",
         "test_load_generator.py",
     ),
+    "verifiers": ("test_verifiers.py",),
     "schemathesis": ("test_schemathesis.py",),
     "kits": ("test_sglang_kits.py",),
 }

@@ -99,3 +99,30 @@ def test_the_end_of_the_thread_cancels_what_runs() -> None:
     assert running.wait(WAIT)
     running.cancel()
     thread.close()  # again: without effect
+
+
+def test_another_loop_waits_for_the_end_of_what_it_cancels() -> None:
+    ended = threading.Event()
+
+    async def hang(started: threading.Event) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    async def main(thread: LoopThread) -> None:
+        assert await thread.start(value()).joined() != threading.get_ident()
+        with pytest.raises(ZeroDivisionError, match="in the thread"):
+            await thread.start(fault()).joined()
+        started = threading.Event()
+        waiting = asyncio.ensure_future(thread.start(hang(started)).joined())
+        await asyncio.to_thread(started.wait, WAIT)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert ended.is_set()
+
+    with LoopThread("test") as thread:
+        asyncio.run(asyncio.wait_for(main(thread), WAIT))

@@ -70,6 +70,13 @@ def test_options_that_cannot_work_are_refused() -> None:
         options(agent="m:f")
     with pytest.raises(BadRequestError, match="has its own environment"):
         options(agent="m:f", env_url="http://e", tasks="reasoning-gym:chain_sum")
+    with pytest.raises(BadRequestError, match="--agent cannot be combined with --tasks verifiers:NAME"):
+        options(agent="m:f", tasks="verifiers:maze")
+    with pytest.raises(BadRequestError, match="--reward cannot be combined with --tasks verifiers:NAME"):
+        options(reward="exit", tasks="verifiers:maze")
+    with pytest.raises(BadRequestError, match="has its own environment"):
+        options(env_url="http://e", tasks="verifiers:maze")
+    assert options(tasks="verifiers:maze").is_played_by_agent
     with pytest.raises(BadRequestError, match="needs an owner's key"):
         options(agent="m:f", env_url="http://e", server_urls=("http://s",))
 

@@ -27,9 +27,11 @@ from verl_server.rollout.agents.progress import ProgressView
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
+from verl_server.rollout.agents.verifiers_agent import VerifiersAgent, close_agent
 from verl_server.rollout.environment import EnvTimeouts
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.environments.named import has_reward, is_named, is_url
+from verl_server.rollout.environments.verifiers import check_alone, is_verifiers
 from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.server_check import routed_servers
 from verl_server.sampling_params import SamplingParams
@@ -41,7 +43,7 @@ Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 """An option that is written once for each value. Without the annotation, the last one would replace the others."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentRolloutArgs:
     """Let an agent play tasks with a policy, each episode in a session that records its tokens.
 
@@ -49,12 +51,14 @@ class AgentRolloutArgs:
     after Ctrl-C (--resume continues).
     """
 
-    agent: str
+    agent: str | None = None
     """MODULE:function or FILE.py:function, an `async def (session, task)`, or the command of a program, in quotes.
-    `tools` is a loop that lets the policy call the tools of the environment and those of `--tool`."""
+    `tools` is a loop that lets the policy call the tools of the environment and those of `--tool`. Not with --tasks
+    verifiers:NAME, whose own code plays."""
     tasks: str
     """Tasks of the agent: FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME. A line is an object
-    with `seed`, `input` or `environment`, or any other JSON value, the task's `input`."""
+    with `seed`, `input` or `environment`, or any other JSON value, the task's `input`. Or verifiers:NAME, an installed
+    environment of verifiers, with its settings in JSON: 'verifiers:NAME?{"taskset": {"split": "test"}}'."""
     out: OutputPath
     """Folder of the run. Missing folders above it are created. A folder that has another run is refused."""
     groups: int | None = None
@@ -62,7 +66,8 @@ class AgentRolloutArgs:
     group_size: int = 1
     """Episodes of each group."""
     first_seed: int = 0
-    """Group i has the seed first_seed + i. For `--tasks` that name an environment: a line of a file has its own."""
+    """Group i has the seed first_seed + i, which is the row of a task of verifiers. For `--tasks` that name an
+    environment: a line of a file has its own."""
     environment: str | None = None
     """Environment of the tasks of a file: reasoning-gym:NAME, textarena:NAME, the URL of an OpenEnv server, mcp:URL or
     mcp:COMMAND (tools of an MCP server), or code (the tool run_python, isolated by bubblewrap)."""
@@ -108,6 +113,12 @@ class AgentRolloutArgs:
             if value is not None and value < least:
                 raise BadRequestError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
         SamplingParams.parse({"temperature": self.temperature})
+        if is_verifiers(self.tasks):
+            check_alone(
+                agent=self.agent, environment=self.environment, reward=self.reward, tool=self.tool, system=self.system
+            )
+        elif self.agent is None:
+            raise BadRequestError("--agent is missing: name what plays the tasks.")
 
 
 def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> int:
@@ -115,16 +126,18 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
     console = console or Console()
     key = take_from_environment("VERL_SERVER_API_KEY")  # no agent inherits it, nor reads it in /proc
     servers = _servers(args, key)
-    agent = load_agent(args.agent, args.tool, args.system, args.limits.max_turns)
-    tasks, environment = load_tasks(args)
-    if args.reward is None and args.environment is not None and not has_reward(args.environment):
-        raise BadRequestError(f"--reward is needed: MODULE:function, because {args.environment} has tools only.")
-    reward = load_reward(args.reward, agent, environment)
+    if is_verifiers(args.tasks):
+        play = VerifiersAgent(args.tasks, max_turns=args.limits.max_turns)
+        loaded: _Loaded = play, play.tasks(args.first_seed, args.groups or _GROUPS), None, "agent"
+    else:
+        loaded = _loaded(args)
     try:
-        asyncio.run(_played(args, servers, agent, tasks, environment, reward, console))
+        asyncio.run(_played(args, servers, *loaded, console))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"Interrupted. The same command with --resume continues {args.out}.", highlight=False)
         return 130
+    finally:
+        close_agent(loaded[0])
     summary = summarize_lines(read_lines(args.out / "episodes.jsonl"))
     mean = "none" if summary["mean_reward"] is None else f"{summary['mean_reward']:.3f}"
     without = f"{summary['unsampled']} without a sampled token, " if summary["unsampled"] else ""
@@ -142,6 +155,19 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
             soft_wrap=True,
         )
     return 0 if summary["scored"] else 1
+
+
+_Loaded = tuple[AgentFunction | list[str], list[AgentTask], EnvironmentFactory | None, Reward]
+
+
+def _loaded(args: AgentRolloutArgs) -> _Loaded:
+    """Return agent, tasks, environment and reward. Raise BadRequestError if one of them cannot be had."""
+    assert args.agent is not None
+    agent = load_agent(args.agent, args.tool, args.system, args.limits.max_turns)
+    tasks, environment = load_tasks(args)
+    if args.reward is None and args.environment is not None and not has_reward(args.environment):
+        raise BadRequestError(f"--reward is needed: MODULE:function, because {args.environment} has tools only.")
+    return agent, tasks, environment, load_reward(args.reward, agent, environment)
 
 
 async def _played(
@@ -188,7 +214,7 @@ def _described(args: AgentRolloutArgs) -> dict[str, Any]:
     environment = args.environment
     is_function = args.reward is not None and ":" in args.reward
     return {
-        "agent_from": location(args.agent),
+        "agent_from": location(args.agent or args.tasks),
         "tools_from": [location(tool) for tool in args.tool],
         "reward_from": location(args.reward or "") if is_function else None,
         "tasks_from": args.tasks if is_named(args.tasks) else Path(args.tasks).name,

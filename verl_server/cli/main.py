@@ -196,7 +196,7 @@ def _rollout(args: list[str]) -> int:
             "--episodes was removed. Use --groups N for N seeds or tasks, and --group-size for the episodes of each "
             "(1 by default)."
         )
-    if any(arg.split("=")[0] == "--agent" for arg in args):
+    if any(arg.split("=")[0] == "--agent" or arg.removeprefix("--tasks=").startswith("verifiers:") for arg in args):
         return _delegate("rollout", "verl_server.cli.agents", args)
     return _delegate("rollout", "verl_server.cli.rollout", args)
 

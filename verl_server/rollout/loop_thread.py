@@ -60,6 +60,18 @@ class Running(Generic[T]):
         """Return the result of a coroutine that has ended, or raise its error."""
         return self._outcome.result(timeout=0)
 
+    async def joined(self) -> T:
+        """Wait on another event loop for the end, and return the result. If cancelled, cancel the coroutine first."""
+        outcome = asyncio.wrap_future(self._outcome)
+        try:
+            return await asyncio.shield(outcome)
+        except asyncio.CancelledError:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._cancel)
+            await asyncio.wait([outcome])
+            outcome.exception()  # it was read: asyncio logs nothing
+            raise
+
     def cancel(self) -> None:
         """Cancel the coroutine if it has not ended, and wait for a moment only. `LoopThread.close` waits longer."""
         if not self._outcome.done():

@@ -29,9 +29,11 @@ from verl_server.rollout.agents.loading import environment_factory, load_agent, 
 from verl_server.rollout.agents.program import check_program
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
+from verl_server.rollout.agents.verifiers_agent import VerifiersAgent, close_agent
 from verl_server.rollout.engine_pool import stranded
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
+from verl_server.rollout.environments.verifiers import is_verifiers
 from verl_server.rollout.group_ends import GroupEnds
 from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.recorded_turns import Recording
@@ -62,14 +64,15 @@ _NOT_RECORDED = "the options refuse --replay-actions with an agent"
 class AgentGroups:
     def __init__(self, args: TrainArgs) -> None:
         """Load the agent, the tasks and the reward. Raise BadRequestError if one of their names is wrong."""
-        assert args.agent is not None
-        self._agent = load_agent(args.agent)
+        self._verifiers = _verifiers(args)
+        self._agent = self._verifiers or load_agent(args.agent or "")
         if isinstance(self._agent, list):
             check_program(self._agent)
         self._tasks = None if args.tasks is None or is_named(args.tasks) else read_tasks(Path(args.tasks))
         self._held_out = None if args.eval_file is None else read_tasks(Path(args.eval_file), "--eval-file")
         self._environment = _environment(args)
-        self._reward = load_reward(args.reward, self._agent, self._environment)
+        by_itself = self._verifiers is not None
+        self._reward = "agent" if by_itself else load_reward(args.reward, self._agent, self._environment)
         limits = args.limits
         self._limits = AgentLimits(
             max_turns=limits.max_turns,
@@ -110,6 +113,7 @@ class AgentGroups:
             yield
         finally:
             self._background.close()
+            close_agent(self._agent)
             self._engines = ()
 
     def start(
@@ -238,6 +242,8 @@ class AgentGroups:
 
     def _agent_task(self, seed: int) -> AgentTask:
         """Return the task of a group. The seeds of groups count up, so that groups take the lines of a file in turn."""
+        if self._verifiers is not None:
+            return self._verifiers.task(seed % HELD_OUT, held_out=seed >= HELD_OUT)
         tasks = self._tasks if seed < HELD_OUT else self._held_out
         return AgentTask(seed=seed) if tasks is None else tasks[seed % HELD_OUT % len(tasks)]
 
@@ -254,7 +260,15 @@ def _environment(args: TrainArgs) -> EnvironmentFactory | None:
         return lambda task: OpenEnvEnvironment(
             url, observation_key=keys[0], action_key=keys[1], timeouts=timeouts, **task.environment
         )
-    return environment_factory(args.tasks) if args.tasks is not None and is_named(args.tasks) else None
+    if args.tasks is None or not is_named(args.tasks) or is_verifiers(args.tasks):
+        return None
+    return environment_factory(args.tasks)
+
+
+def _verifiers(args: TrainArgs) -> VerifiersAgent | None:
+    if args.tasks is None or not is_verifiers(args.tasks):
+        return None
+    return VerifiersAgent(args.tasks, max_turns=args.limits.max_turns, needs_held_out=args.eval_every > 0)
 
 
 def _branches(episode: AgentEpisode, task: Task) -> list[Trajectory]:

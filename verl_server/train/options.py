@@ -18,6 +18,7 @@ from verl_server.errors import BadRequestError
 from verl_server.files.path_options import OutputPath
 from verl_server.messages.weight_requests import UpdateMode
 from verl_server.rollout.environments.named import is_named
+from verl_server.rollout.environments.verifiers import check_alone, is_verifiers
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.faults import FaultRules
 from verl_server.server_args import ServerArgs
@@ -144,7 +145,8 @@ class TrainArgs:
     plays the episodes through sessions of the rollout server. Default: the built-in loop."""
     tasks: str | None = None
     """Tasks of the agent: FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME. Groups take the lines
-    in turn. Default: the environment at --env-url with a seed for each group."""
+    in turn. Default: the environment at --env-url with a seed for each group. Or, without --agent, verifiers:NAME, an
+    installed environment of verifiers, whose rows groups take in turn."""
     reward: str | None = None
     """`environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode. For --agent.
     Default: `environment` if there is one, `exit` for a program."""
@@ -308,7 +310,7 @@ class TrainArgs:
     def _check_mixture(self) -> None:
         if self.mixture is None:
             return
-        if self.agent is not None:
+        if self.is_played_by_agent:
             raise BadRequestError(
                 "--mixture is for the built-in loop, and an agent plays one environment: remove --mixture, or --agent."
             )
@@ -320,8 +322,15 @@ class TrainArgs:
                 f"needs a held-out task: name at least {count}."
             )
 
+    @property
+    def is_played_by_agent(self) -> bool:
+        """True if an agent, or the code of an environment of verifiers, plays the episodes."""
+        return self.agent is not None or is_verifiers(self.tasks)
+
     def _check_agent(self) -> None:
-        if self.agent is None:
+        if is_verifiers(self.tasks):
+            check_alone(agent=self.agent, reward=self.reward, eval_file=self.eval_file)
+        if not self.is_played_by_agent:
             if self.env_url is None and self.mixture is None:
                 raise BadRequestError(
                     "--env-url is missing: name an environment server, or several in a file with --mixture, or play "

@@ -66,7 +66,7 @@ def prepare(args: TrainArgs) -> Prepared:
 
     It needs no server, so that wrong options end a run before anything starts.
     """
-    if args.agent is not None:
+    if args.is_played_by_agent:
         return AgentGroups(args)
     make = ChatRenderer if args.chat else TextRenderer
     tokenizer = load_tokenizer(args.model_path, "--model-path")

@@ -72,7 +72,7 @@ def serving(
             keys, urls = _keys_of_servers(args), args.server_urls
             engines = [stack.enter_context(attach_engine(url, *keys, rank_timeout=args.rank_timeout)) for url in urls]
         else:
-            if args.agent is not None:
+            if args.is_played_by_agent:
                 settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
                 if "session_store" not in settings:
                     settings["session_store"] = ranks.call("sessions", lambda _: _empty_store(args.out))
@@ -83,7 +83,7 @@ def serving(
             where = f"The server at {engine.url}"
             check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
         places = [str(engine.url) for engine in engines] if args.router is None else [args.router]
-        key, is_agent = settings.get("api_key"), args.agent is not None
+        key, is_agent = settings.get("api_key"), args.is_played_by_agent
         yield engines, places, [key or (e.admin_api_key if is_agent else None) for e in engines[: len(places)]]
 
 

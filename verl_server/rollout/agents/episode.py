@@ -36,6 +36,7 @@ from verl_server.rollout.agents.types import (
     AgentLimits,
     AgentSession,
     EnvironmentFactory,
+    Scored,
 )
 from verl_server.rollout.environment import EnvError
 from verl_server.rollout.environment_ends import end_of, is_away
@@ -309,13 +310,13 @@ class AgentPlayer:
             episode.environment_reward = referee.reward
         fault = self.faults.of(end.reason)
         if rewards.is_scored(self.reward, end.reason, fault, episode.sampled_tokens):
-            try:
-                episode.reward = await rewards.compute(self.reward, episode, self.limits.reward_seconds)
-            except BadRequestError as error:
-                episode.error, episode.reward_failed = _encodable(f"No reward: {error}"), True
-            is_judged = self.reward != "environment" or referee is None or referee.has_reward
-            if not is_judged and end.reason is not StopReason.DONE:
+            if not rewards.is_judged(self.reward, episode, referee is None or referee.has_reward):
                 episode.reward = self.faults.score_failed
+            else:
+                try:
+                    episode.reward = await rewards.compute(self.reward, episode, self.limits.reward_seconds)
+                except BadRequestError as error:
+                    episode.error, episode.reward_failed = _encodable(f"No reward: {error}"), True
         with contextlib.suppress(VerlServerError):  # the run's own files have the reward, and the server cleans up
             if episode.reward is not None:
                 await client.reward(session_id, episode.reward)
@@ -351,6 +352,7 @@ class AgentPlayer:
 def _note(episode: AgentEpisode, end: End) -> None:
     episode.reason, episode.error = end.reason, None if end.error is None else _encodable(end.error)
     episode.result, episode.exit_code, episode.output = end.result, end.exit_code, end.output
+    episode.metrics = end.result.metrics if isinstance(end.result, Scored) else {}
     episode.environment_away = end.environment_away
 
 

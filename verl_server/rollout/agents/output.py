@@ -65,6 +65,8 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     """The party that caused the end. None in a run of an earlier version."""
     reward_failed: bool | None = None
     """True if the reward function failed. None in a run of an earlier version."""
+    metrics: dict[str, float] = {}
+    """Figures beside the reward that the agent's own code computed: those of environments of verifiers."""
     counts: TokenCounts | None = None
     """How often the sampled tokens of the attempt are trained on. None in a run of an earlier version."""
 
@@ -308,6 +310,7 @@ def line(episode: AgentEpisode, branches: Sequence[Trajectory]) -> EpisodeLine:
         fault=episode.fault,
         reward_failed=episode.reward_failed,
         counts=count_tokens(branches) if branches else None,
+        metrics=episode.metrics,
     )
 
 
@@ -334,7 +337,17 @@ def summarize_lines(lines: Sequence[EpisodeLine]) -> dict[str, Any]:
         "turns": sum(entry.turns for entry in lines),
         "branches": sum(entry.branches for entry in final),
         "token_counts": msgspec.to_builtins(trained_tokens(lines)),
+        "metrics": _mean_metrics(final),
     }
+
+
+def _mean_metrics(lines: Sequence[EpisodeLine]) -> dict[str, float]:
+    """Return the mean of each metric over the episodes that have it and a sampled token."""
+    values: dict[str, list[float]] = {}
+    for entry in lines:
+        for name, value in ({} if entry.is_unsampled else entry.metrics).items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
 def trained_tokens(lines: Sequence[EpisodeLine]) -> TokenCounts:

@@ -1,6 +1,7 @@
-"""The reward of an episode: from a function, from the environment, or from the exit of a program.
+"""The reward of an episode: from a function, from the environment, from the exit of a program, or from the agent.
 
-The runner computes the reward after the agent has ended. An agent's own output is never a reward by itself.
+The runner computes the reward after the agent has ended. What the policy wrote is never a reward by itself: "agent" is
+for functions that return a `Scored`, such as the environments of verifiers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any, Literal
 
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.threads import in_thread
-from verl_server.rollout.agents.types import AgentEpisode, RewardFunction
+from verl_server.rollout.agents.types import AgentEpisode, RewardFunction, Scored
 from verl_server.rollout.trajectory import Fault, StopReason
 
-Reward = RewardFunction | Literal["exit", "environment"]
+Reward = RewardFunction | Literal["exit", "environment", "agent"]
 
 
 def is_scored(reward: Reward, reason: StopReason, fault: Fault, sampled: int) -> bool:
@@ -37,6 +38,12 @@ async def compute(reward: Reward, episode: AgentEpisode, seconds: float) -> floa
     if reward == "environment":
         assert episode.environment_reward is not None
         return episode.environment_reward
+    if reward == "agent":
+        if not isinstance(episode.result, Scored):
+            raise BadRequestError(
+                f'reward="agent" needs a Scored from the agent, which returned {episode.result!r:.200}.'
+            )
+        reward = _own_score
     assert callable(reward)
     bound = asyncio.timeout(seconds)
     try:
@@ -51,6 +58,17 @@ async def compute(reward: Reward, episode: AgentEpisode, seconds: float) -> floa
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadRequestError(f"The reward function must return a finite number, not {value!r}.")
     return float(value)
+
+
+def is_judged(reward: Reward, episode: AgentEpisode, environment_judged: bool) -> bool:
+    """Return True if the party that `reward` names judged the episode. Otherwise it has the score of a failure."""
+    if reward == "agent":
+        return isinstance(episode.result, Scored) or episode.reason is StopReason.DONE
+    return reward != "environment" or environment_judged or episode.reason is StopReason.DONE
+
+
+def _own_score(episode: AgentEpisode) -> float:
+    return float(episode.result.reward)
 
 
 async def _called(reward: RewardFunction, episode: AgentEpisode) -> Any:

@@ -111,8 +111,8 @@ async def arun_agents(
     `agent` is an async function `(session, task)`, or the command of a program as a list. `servers` share the
     sessions: a new one goes to the server with the fewest. Without `servers`, a server for `model_path` is launched
     with a random key. `environment` makes the environment of an episode from its task. `reward` is a function of
-    the ended episode, "environment" (the sum of the rewards that the runner saw) or "exit" (1.0 for exit code 0,
-    else 0.0).
+    the ended episode, "environment" (the sum of the rewards that the runner saw), "exit" (1.0 for exit code 0, else
+    0.0) or "agent" (that of the `Scored` which an agent function returns).
 
     `limits` bound one episode and `max_concurrency` the episodes at one time. `faults` says which ends are the
     policy's, which are scored, and which are the infrastructure's. These alone are replaced: `retries` bounds the

@@ -144,6 +144,15 @@ class AgentSession:
         return httpx.AsyncClient(headers=headers, **settings)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """The result of an agent function whose own code, not the policy, judged the episode: `reward="agent"`."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further figures of the episode: name -> finite number."""
+
+
 @dataclass
 class AgentEpisode:
     """One attempt of an agent at a task."""
@@ -180,6 +189,8 @@ class AgentEpisode:
     """Reward of the attempt, None if it has none: its end is not the policy's, or the reward function failed."""
     reward_failed: bool = False
     """True if the reward function failed, so that a resumed run plays the episode again."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures beside the reward, if the agent returned a `Scored`."""
     environment_reward: float | None = None
     """Sum of the rewards that the runner saw in the environment, None without an environment."""
     seconds: float = 0.0

@@ -1,7 +1,8 @@
 """Environments by name, as the command line writes them.
 
 `reasoning-gym:NAME`, `textarena:NAME`, the URL of an OpenEnv server, `mcp:URL` or `mcp:COMMAND` (tools of an MCP
-server), and `code` (the isolated tool run_python).
+server), and `code` (the isolated tool run_python). `verifiers:NAME` names tasks whose own code plays them
+(`agents/verifiers_agent`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import shlex
 
 from verl_server.errors import BadRequestError
+from verl_server.rollout.environments import verifiers
 from verl_server.rollout.environments.code_tool import CodeTool
 from verl_server.rollout.environments.isolation import check_isolation
 from verl_server.rollout.environments.mcp_tools import McpTools
@@ -17,7 +19,7 @@ from verl_server.rollout.environments.reasoning_gym import ReasoningGymEnvironme
 from verl_server.rollout.environments.text import MakeEnvironment
 from verl_server.rollout.environments.textarena import TextArenaEnvironment, check_textarena
 
-_FAMILIES = ("reasoning-gym:", "textarena:")
+_FAMILIES = ("reasoning-gym:", "textarena:", verifiers.FAMILY)
 
 
 def command_words(text: str, setting: str) -> list[str]:
@@ -45,6 +47,8 @@ def has_reward(text: str) -> bool:
 
 def environment_named(text: str) -> MakeEnvironment:
     """Return the factory of an environment. Raise BadRequestError if the package, or the name in it, does not exist."""
+    if verifiers.is_verifiers(text):
+        raise BadRequestError(f"{text!r} is played by its own code: name it with --tasks, and no --agent.")
     family, _, name = text.partition(":")
     if is_named(text) and not name:
         raise BadRequestError(f"{text!r} has no name behind the colon, such as reasoning-gym:chain_sum.")

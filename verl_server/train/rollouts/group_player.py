@@ -248,7 +248,7 @@ async def _run(wire: _Wire, setup: PlayerSetup, ready: Callable[[dict[str, Any]]
     args, end, loop = decode_args(setup.args), asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, end.set)
     with contextlib.ExitStack() as stack:
-        if args.agent is not None:
+        if args.is_played_by_agent:
             stack.enter_context(memory_hidden())  # the agents' programs must not read the owner's keys
         player = stack.enter_context(open_player(args, setup.urls, setup.keys))
         groups = GroupPlayer(player, wire.send, setup.incarnation, args.max_concurrency, args.replay_actions)

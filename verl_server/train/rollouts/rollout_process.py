@@ -286,7 +286,7 @@ def open_rollouts(args: AsyncTrainArgs, parts: RunParts, journal: GroupJournal) 
         parts.stop.check,
         journal,
         environment_url=args.env_url or args.tasks or "",
-        is_agent=args.agent is not None,
+        is_agent=args.is_played_by_agent,
     )
     with contextlib.closing(rollouts):
         yield rollouts
