@@ -431,6 +431,9 @@ def agents_page(site: Site) -> None:
     page.add_class(site.package.class_of(f"{home}.gateway", "GuardedEnvironment"), constructor=False)
     page.add_class(site.package.class_of("verl_server.rollout.environments.text", "TextEnvironment"))
     page.add_class(site.package.class_of(f"{home}.tool_loop", "ToolLoop"))
+    page.add_class(site.package.class_of(f"{home}.installed", "InstalledAgent"))
+    for name in ("Recipe", "Place", "Start"):
+        page.add_class(site.package.class_of(f"{home}.recipes.recipe", name))
     site.add_data(page, page.used)
 
 

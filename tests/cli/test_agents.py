@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
@@ -16,10 +15,9 @@ from typing import Any
 
 import pytest
 import tyro
-import uvicorn
 
 from tests.rollout.agents.common import PROGRAM_HEAD, says_number, wait_for
-from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, _Uvicorn
+from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, served
 from verl_server.cli.agents import AgentRolloutArgs
 from verl_server.cli.main import main
 from verl_server.rollout.agents.loading import read_tasks
@@ -44,18 +42,8 @@ def right(episode):
 @pytest.fixture(scope="module")
 def fake() -> Iterator[FakeServer]:
     """A fake server in a thread, because the command has an event loop of its own."""
-    fake = FakeServer(says_number)
-    server = _Uvicorn(uvicorn.Config(fake.app(), port=0, log_config=None, lifespan="off"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    for _ in range(1000):
-        if server.started:
-            break
-        thread.join(0.01)
-    fake.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    yield fake
-    server.should_exit = True
-    thread.join(10)
+    with served(says_number) as fake:
+        yield fake
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,13 @@ def test_the_example_of_agents_runs(tmp_path: Path) -> None:
     assert [line.split()[:3] for line in lines] == [[str(i), str(m), "done"] for i in range(2) for m in range(4)]
     written = read_jsonl(tmp_path / "runs" / "cats" / "trajectories.jsonl")
     assert len(written) == 8 and all(t.reward is not None and len(t.turns) == 3 for t in written)
+
+
+@pytest.mark.timeout(240)
+def test_the_example_of_recipes_runs(tmp_path: Path) -> None:
+    for program in ("curl", "bwrap"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}")
+    lines = run_example("recipes.md", tmp_path)
+    assert [line.split()[0] for line in lines] == ["done", "done"]
+    assert all(float(reward) > 0 and int(tokens) > 0 for _, reward, tokens in map(str.split, lines))

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import inspect
 import secrets
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,8 @@ class FakeServer:
         self.model: str | None = None
         """What `/model_info` names. None: the route is not there."""
         self.version = "7"
+        self.context: int | None = 32768
+        """What `/v1/models` names. None: the route has no model."""
         self.is_available = True
         """False: a request for a new session is answered with 503."""
 
@@ -121,6 +124,7 @@ class FakeServer:
         routes = [
             Route("/health", self._health),
             Route("/model_info", self._model_info),
+            Route("/v1/models", self._models),
             Route("/generate", self._generate, methods=["POST"]),
             Route("/sessions", self._create, methods=["POST"]),
             Route("/sessions", self._list, methods=["GET"]),
@@ -138,6 +142,10 @@ class FakeServer:
 
     async def _model_info(self, request: Request) -> Response:
         return JSONResponse({"model_path": self.model, "weight_version": self.version}, 200 if self.model else 404)
+
+    async def _models(self, request: Request) -> Response:
+        cards = [] if self.context is None else [{"id": "served", "max_model_len": self.context}]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def _generate(self, request: Request) -> Response:
         return JSONResponse({"error": "no prompt"}, 400 if self.generates_openly else 401)
@@ -254,3 +262,22 @@ async def fake_server(policy: Policy, port: int = 0, **options: Any) -> AsyncIte
     finally:
         server.should_exit = True
         await asyncio.wait_for(task, 10)
+
+
+@contextlib.contextmanager
+def served(policy: Policy) -> Iterator[FakeServer]:
+    """Run a fake server in a thread, for clients with event loops or processes of their own."""
+    fake = FakeServer(policy)
+    server = _Uvicorn(uvicorn.Config(fake.app(), port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    for _ in range(1000):
+        if server.started:
+            break
+        thread.join(0.01)
+    fake.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        yield fake
+    finally:
+        server.should_exit = True
+        thread.join(10)

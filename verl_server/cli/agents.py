@@ -19,18 +19,25 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.command_options import parse_options
 from verl_server.files.path_options import OutputPath
 from verl_server.files.run_output import location, without_host
-from verl_server.rollout.agents.episode import Progress
-from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
+from verl_server.rollout.agents.episode import Agent, Progress
+from verl_server.rollout.agents.installed import InstalledAgent, ProgramOptions
+from verl_server.rollout.agents.loading import (
+    check_playable,
+    environment_factory,
+    load_agent,
+    load_reward,
+    read_tasks,
+)
 from verl_server.rollout.agents.output import read_lines, summarize_lines
 from verl_server.rollout.agents.program import take_from_environment
 from verl_server.rollout.agents.progress import ProgressView
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents
-from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
+from verl_server.rollout.agents.types import AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.agents.verifiers_agent import VerifiersAgent, close_agent
 from verl_server.rollout.environment import EnvTimeouts
 from verl_server.rollout.environment_check import check_environment
-from verl_server.rollout.environments.named import has_reward, is_named, is_url
+from verl_server.rollout.environments.named import is_named, is_url
 from verl_server.rollout.environments.verifiers import check_alone, is_verifiers
 from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.server_check import routed_servers
@@ -53,8 +60,10 @@ class AgentRolloutArgs:
 
     agent: str | None = None
     """MODULE:function or FILE.py:function, an `async def (session, task)`, or the command of a program, in quotes.
-    `tools` is a loop that lets the policy call the tools of the environment and those of `--tool`. Not with --tasks
-    verifiers:NAME, whose own code plays."""
+    `tools` is a loop that lets the policy call the tools of the environment and those of `--tool`. The recipe of an
+    installed program (docs/recipes.md): claude-code, codex, opencode, aider, mini-swe-agent, openhands, smolagents, or
+    FILE.py:RECIPE. Further words in the quotes go to the program: "claude-code --tools Bash,Edit". Not
+    with --tasks verifiers:NAME, whose own code plays."""
     tasks: str
     """Tasks of the agent: FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME. A line is an object
     with `seed`, `input` or `environment`, or any other JSON value, the task's `input`. Or verifiers:NAME, an installed
@@ -95,11 +104,15 @@ class AgentRolloutArgs:
     """Further attempts of an episode that the infrastructure ended. Each has another seed of sampling."""
     faults: Annotated[FaultRules, tyro.conf.arg(name="")] = field(default_factory=FaultRules)
     max_concurrency: int | None = None
-    """Most episodes at one time. None is no bound."""
+    """Most episodes at one time. None is no bound, and 16 for a recipe, because such programs need much memory."""
     temperature: float = 1.0
     """Sampling temperature. A request of the agent that sets one has its own."""
+    max_new_tokens: int | None = None
+    """Most tokens of one reply, for requests of the agent that set none, and for the program of a recipe. Default: as
+    many as fit, and what a recipe sets."""
     seed: int = 0
     """Seed of sampling. With the place of an episode it settles the seed of the episode's session."""
+    program: Annotated[ProgramOptions, tyro.conf.arg(name="")] = field(default_factory=ProgramOptions)
     limits: AgentLimits = field(default_factory=AgentLimits)
     pass_env: Repeated = ()
     """Name of a variable that a program receives beside its own. May be repeated."""
@@ -107,7 +120,7 @@ class AgentRolloutArgs:
     """Accept servers that generate without a key, where an agent can sample outside its session."""
 
     def __post_init__(self) -> None:
-        leasts = {"groups": 1, "group_size": 1, "max_concurrency": 1, "retries": 0}
+        leasts = {"groups": 1, "group_size": 1, "max_concurrency": 1, "retries": 0, "max_new_tokens": 1}
         for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -130,7 +143,7 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
         play = VerifiersAgent(args.tasks, max_turns=args.limits.max_turns)
         loaded: _Loaded = play, play.tasks(args.first_seed, args.groups or _GROUPS), None, "agent"
     else:
-        loaded = _loaded(args)
+        loaded = _loaded(args, console)
     try:
         asyncio.run(_played(args, servers, *loaded, console))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -157,23 +170,26 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
     return 0 if summary["scored"] else 1
 
 
-_Loaded = tuple[AgentFunction | list[str], list[AgentTask], EnvironmentFactory | None, Reward]
+_Loaded = tuple[Agent, list[AgentTask], EnvironmentFactory | None, Reward]
 
 
-def _loaded(args: AgentRolloutArgs) -> _Loaded:
+def _loaded(args: AgentRolloutArgs, console: Console) -> _Loaded:
     """Return agent, tasks, environment and reward. Raise BadRequestError if one of them cannot be had."""
     assert args.agent is not None
-    agent = load_agent(args.agent, args.tool, args.system, args.limits.max_turns)
+    agent = load_agent(args.agent, args.tool, args.system, args.limits.max_turns, args.program)
     tasks, environment = load_tasks(args)
-    if args.reward is None and args.environment is not None and not has_reward(args.environment):
-        raise BadRequestError(f"--reward is needed: MODULE:function, because {args.environment} has tools only.")
+    if isinstance(agent, InstalledAgent):
+        agent.check()
+        console.print(f"Agent: {agent}.", highlight=False, markup=False, soft_wrap=True)
+    if environment is not None:
+        check_playable(agent, args.environment or args.tasks, args.reward)
     return agent, tasks, environment, load_reward(args.reward, agent, environment)
 
 
 async def _played(
     args: AgentRolloutArgs,
     servers: list[Server] | None,
-    agent: AgentFunction | list[str],
+    agent: Agent,
     tasks: list[AgentTask],
     environment: EnvironmentFactory | None,
     reward: Reward,
@@ -195,26 +211,34 @@ async def _played(
             retries=args.retries,
             faults=args.faults,
             max_concurrency=args.max_concurrency,
-            sampling_params={"temperature": args.temperature},
+            sampling_params=_sampling_params(args),
             seed=args.seed,
             out=args.out,
             resume=args.resume,
             on_finish=view.note,
             allow_open_server=args.allow_open_server,
             pass_env=args.pass_env,
+            isolation=args.program.isolation,
+            readable=args.program.folders,
+            hidden=[Path(file) for file in (args.tasks, args.api_key_file) if file and Path(file).is_file()],
             progress=progress,
-            describe=_described(args),
+            describe=_described(args, agent),
         )
     write_run_report(args.out)
     return run
 
 
-def _described(args: AgentRolloutArgs) -> dict[str, Any]:
+def _sampling_params(args: AgentRolloutArgs) -> dict[str, Any]:
+    bound = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
+    return {"temperature": args.temperature} | bound
+
+
+def _described(args: AgentRolloutArgs, agent: Agent) -> dict[str, Any]:
     """Return the settings of the command that run.json stores beside the settings of `run_agents`."""
     environment = args.environment
     is_function = args.reward is not None and ":" in args.reward
     return {
-        "agent_from": location(args.agent or args.tasks),
+        "agent_from": agent.name if isinstance(agent, InstalledAgent) else location(args.agent or args.tasks),
         "tools_from": [location(tool) for tool in args.tool],
         "reward_from": location(args.reward or "") if is_function else None,
         "tasks_from": args.tasks if is_named(args.tasks) else Path(args.tasks).name,

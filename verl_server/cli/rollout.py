@@ -37,7 +37,8 @@ from verl_server.web.key_files import read_key_file
 @dataclass(frozen=True)
 class RolloutArgs:
     """Play episodes of an environment with a policy, each at its own pace. With --agent AGENT, any function or program
-    plays them, with other options: `verl-server rollout --agent AGENT --help`.
+    plays them, with other options: `verl-server rollout --agent AGENT --help`. Installed programs with a recipe:
+    claude-code, codex, opencode, aider, mini-swe-agent, openhands, smolagents.
 
     Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 2 for wrong options, 130
     after Ctrl-C (--resume continues).

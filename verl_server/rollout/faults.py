@@ -33,6 +33,7 @@ FAULTS: Mapping[StopReason, Fault] = MappingProxyType(
         StopReason.ENV_ERROR: Fault.INFRASTRUCTURE,
         StopReason.GENERATION_ERROR: Fault.INFRASTRUCTURE,
         StopReason.SESSION_LOST: Fault.INFRASTRUCTURE,
+        StopReason.ISOLATION_FAILED: Fault.INFRASTRUCTURE,
         StopReason.ABORTED: Fault.INFRASTRUCTURE,
         StopReason.GENERATION_TIMEOUT: Fault.UNKNOWN,
         StopReason.STRAGGLER: Fault.UNKNOWN,

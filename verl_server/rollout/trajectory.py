@@ -53,6 +53,8 @@ class StopReason(StrEnum):
     """The agent raised an exception, or its program ended with an exit code other than 0."""
     AGENT_KILLED = "agent_killed"
     """A signal ended the agent's program."""
+    ISOLATION_FAILED = "isolation_failed"
+    """The agent's program could not be started, or its isolation failed."""
     IDLE = "idle"
     """The agent neither generated nor called its environment for `AgentLimits.idle_seconds`."""
     SESSION_LOST = "session_lost"

@@ -25,13 +25,14 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout.agent_loop import OnGroup, Rollout
 from verl_server.rollout.agents.branch_notice import BranchNotice
 from verl_server.rollout.agents.branches import episode_trajectories
-from verl_server.rollout.agents.loading import environment_factory, load_agent, load_reward, read_tasks
+from verl_server.rollout.agents.installed import INSTALLED_AT_ONCE, InstalledAgent
+from verl_server.rollout.agents.loading import check_playable, environment_factory, load_agent, load_reward, read_tasks
 from verl_server.rollout.agents.program import check_program
-from verl_server.rollout.agents.run import arun_agents
+from verl_server.rollout.agents.run import arun_agents, sees_processes
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.agents.verifiers_agent import VerifiersAgent, close_agent
 from verl_server.rollout.engine_pool import stranded
-from verl_server.rollout.environments.named import is_named
+from verl_server.rollout.environments.named import is_named, is_url
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.environments.verifiers import is_verifiers
 from verl_server.rollout.group_ends import GroupEnds
@@ -65,12 +66,18 @@ class AgentGroups:
     def __init__(self, args: TrainArgs) -> None:
         """Load the agent, the tasks and the reward. Raise BadRequestError if one of their names is wrong."""
         self._verifiers = _verifiers(args)
-        self._agent = self._verifiers or load_agent(args.agent or "")
-        if isinstance(self._agent, list):
-            check_program(self._agent)
+        self._agent = self._verifiers or load_agent(args.agent or "", program=args.program)
+        self._isolation, self._readable = args.program.isolation, args.program.folders
+        if isinstance(self._agent, InstalledAgent):
+            self._agent.check()
+            logger.info("Agent: %s.", self._agent)
+        elif isinstance(self._agent, list):
+            check_program(self._agent, isolation=self._isolation or "none", readable=self._readable)
         self._tasks = None if args.tasks is None or is_named(args.tasks) else read_tasks(Path(args.tasks))
         self._held_out = None if args.eval_file is None else read_tasks(Path(args.eval_file), "--eval-file")
         self._environment = _environment(args)
+        if self._environment is not None:
+            check_playable(self._agent, args.env_url or args.tasks or "", args.reward)
         by_itself = self._verifiers is not None
         self._reward = "agent" if by_itself else load_reward(args.reward, self._agent, self._environment)
         limits = args.limits
@@ -80,8 +87,8 @@ class AgentGroups:
             seconds=limits.trajectory_timeout,
             idle_seconds=limits.generate_timeout,
             environment_seconds=_call_seconds(args),
-            # A function's episodes wait for the trainer, who brings servers back, as long as an episode may last.
-            restart_timeout=limits.trajectory_timeout if callable(self._agent) else limits.restart_timeout,
+            # Episodes wait for the trainer, who brings servers back, as long as an episode may last.
+            restart_timeout=limits.restart_timeout if self.hides_memory else limits.trajectory_timeout,
         )
         self._sampling_params = {"max_new_tokens": limits.max_new_tokens}
         self._temperature = args.grpo.temperature
@@ -99,6 +106,21 @@ class AgentGroups:
     def environment_url(self) -> str:
         """URL or name of the environment, in reports of failures."""
         return self._name
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What run.json says of an installed agent, beside the options."""
+        return {"program_version": self._agent.version} if isinstance(self._agent, InstalledAgent) else {}
+
+    @property
+    def hides_memory(self) -> bool:
+        """True if this process hides its memory while it plays: from programs that see the processes of the host."""
+        return sees_processes(self._agent, self._isolation)
+
+    @property
+    def most_at_once(self) -> int | None:
+        """Most episodes at one time if the options set no bound. None: no bound."""
+        return INSTALLED_AT_ONCE if isinstance(self._agent, InstalledAgent) else None
 
     @property
     def is_agent(self) -> bool:
@@ -135,10 +157,10 @@ class AgentGroups:
     def stranded(self, version: str | None = None) -> str | None:
         """Return why no server can generate until the trainer brings one back, or None if one can.
 
-        While programs play, this process hides its memory from them, and a server could not read the weights. So their
-        episodes end first, and the servers are brought back afterwards: None.
+        While this process hides its memory, a server could not read the weights. So the episodes end first, and the
+        servers are brought back afterwards: None.
         """
-        return stranded(self._engines, version) if callable(self._agent) else None
+        return None if self.hides_memory else stranded(self._engines, version)
 
     async def arun(
         self,
@@ -209,6 +231,8 @@ class AgentGroups:
             branch_notice=self._branch_notice,
             version=version,
             slots=slots,
+            isolation=self._isolation,
+            readable=self._readable,
         )
         places = {task.episode_id: place for place, task in enumerate(tasks)}
         trajectories.sort(key=lambda t: places[t.task.episode_id])  # stable: branches keep their order
@@ -251,10 +275,16 @@ class AgentGroups:
 def _call_seconds(args: TrainArgs) -> float:
     """Return the bound of one call. It is no shorter than the bounds of the environment server's client together."""
     env = args.limits.env
-    return max(env.reset + (env.connect + env.capacity if args.env_url is not None else 0.0), env.step)
+    return max(env.reset + (env.connect + env.capacity if _has_server(args) else 0.0), env.step)
+
+
+def _has_server(args: TrainArgs) -> bool:
+    return args.env_url is not None and is_url(args.env_url)
 
 
 def _environment(args: TrainArgs) -> EnvironmentFactory | None:
+    if args.env_url is not None and not is_url(args.env_url):
+        return environment_factory(args.env_url)
     if args.env_url is not None:
         url, keys, timeouts = args.env_url, (args.observation_key, args.action_key), args.limits.env
         return lambda task: OpenEnvEnvironment(

@@ -17,7 +17,8 @@ from verl_server.engine.rank_group import RANK_TIMEOUT
 from verl_server.errors import BadRequestError
 from verl_server.files.path_options import OutputPath
 from verl_server.messages.weight_requests import UpdateMode
-from verl_server.rollout.environments.named import is_named
+from verl_server.rollout.agents.installed import ProgramOptions
+from verl_server.rollout.environments.named import is_named, is_url
 from verl_server.rollout.environments.verifiers import check_alone, is_verifiers
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.faults import FaultRules
@@ -136,13 +137,17 @@ class TrainArgs:
     """Model folder or hub id with the initial weights of the policy."""
     env_url: Annotated[str | None, tyro.conf.arg(aliases=("--environment",))] = None
     """URL of an environment server (OpenEnv's protocol). Required without --mixture and --agent. --environment is the
-    same option."""
+    same option. With --agent, also a name, for the tasks of a file: workspace, reasoning-gym:NAME, textarena:NAME,
+    mcp:URL or code, as in `verl-server rollout`."""
     mixture: MixtureFile | None = None
     """FILE.toml with several environments, in place of --env-url: a table [[environment]] for each, with name, url and
     weight, and what it has of its own (docs/mixtures.md). Its groups are in proportion to the weights."""
     agent: str | None = None
     """MODULE:function or FILE.py:function, an `async def (session, task)`, or the command of a program, in quotes. It
-    plays the episodes through sessions of the rollout server. Default: the built-in loop."""
+    plays the episodes through sessions of the rollout server. The recipe of an installed program (docs/recipes.md):
+    claude-code, codex, opencode, aider, mini-swe-agent, openhands, smolagents, or FILE.py:RECIPE, with further words
+    for the program. Default: the built-in loop."""
+    program: Annotated[ProgramOptions, tyro.conf.arg(name="")] = field(default_factory=ProgramOptions)
     tasks: str | None = None
     """Tasks of the agent: FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME. Groups take the lines
     in turn. Default: the environment at --env-url with a seed for each group. Or, without --agent, verifiers:NAME, an
@@ -340,6 +345,13 @@ class TrainArgs:
                 raise BadRequestError("--tasks and --reward are for --agent: remove them, or name an agent.")
             if self.eval_file is not None:
                 raise BadRequestError("--eval-file is for --agent with --tasks FILE.jsonl: remove it.")
+            if self.program != ProgramOptions():
+                raise BadRequestError("--program, --isolation and --readable are for --agent: remove them.")
+            if self.env_url is not None and not is_url(self.env_url):
+                raise BadRequestError(
+                    f"--env-url {self.env_url} is no URL: the built-in loop plays environment servers. Serve it "
+                    "(verl-server env serve), or play it with --agent."
+                )
             return
         is_file = self.tasks is not None and not is_named(self.tasks)
         if is_file and self.eval_every and self.eval_file is None:
@@ -353,6 +365,8 @@ class TrainArgs:
             )
         if self.env_url is None and self.tasks is None:
             raise BadRequestError("--agent needs something to play: name --tasks, --env-url, or both.")
+        if self.env_url is not None and not is_url(self.env_url) and self.tasks is None:
+            raise BadRequestError(f"--environment {self.env_url} is for the tasks of a file: name it with --tasks.")
         if self.env_url is not None and self.tasks is not None and is_named(self.tasks):
             raise BadRequestError(f"--tasks {self.tasks} has its own environment: remove --env-url.")
         if self.replay_actions:

@@ -15,6 +15,7 @@ from verl_server.files.model_folder import load_tokenizer
 from verl_server.rollout.agent_loop import AgentLoop, OnGroup, Rollout
 from verl_server.rollout.environment_check import check_environment
 from verl_server.rollout.environment_setup import EnvironmentSetup
+from verl_server.rollout.environments.named import is_url
 from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.recorded_turns import Recording
 from verl_server.rollout.renderer import ChatRenderer, TextRenderer
@@ -90,7 +91,7 @@ def check_environments(args: TrainArgs, prepared: Prepared) -> None:
     """
     timeouts = args.limits.env
     if isinstance(prepared, AgentGroups):
-        if args.env_url is not None:
+        if args.env_url is not None and is_url(args.env_url):
             check_environment(args.env_url, None, timeouts)  # the agent reads its observations
         return
     errors = []

@@ -28,11 +28,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -47,6 +47,7 @@ from verl_server.files.model_folder import config_folder, load_tokenizer
 from verl_server.files.run_output import settings_of
 from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import Trajectory
+from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.checkpoint_writer import CheckpointWriter, SavedRun
 from verl_server.train.checkpoints import check_fits
 from verl_server.train.dtypes import check_dtype_options, dtype_name
@@ -230,7 +231,9 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             if checkpoint is not None:
                 algorithm.load(Path(checkpoint))
                 ranks.call("RunAdvisor.recall", lambda _: advisor.recall(args.out, algorithm.next_step))
-            ranks.call("RunFolder.begin", lambda _: _begin(folder, files, checkpoint, algorithm.next_step, ranks.size))
+            described = prepared.described if isinstance(prepared, AgentGroups) else {}
+            next_step, size = algorithm.next_step, ranks.size
+            ranks.call("RunFolder.begin", lambda _: _begin(folder, described, files, checkpoint, next_step, size))
             tracked = TrackedRun(str(args.out), run_settings(args), algorithm.next_step, checkpoint is not None)
             trackers = Trackers(() if ranks.rank else args.logger, tracked)
             for engine in engines:
@@ -269,9 +272,16 @@ def train(args: Args, make: Make[Args], stop: StopRequest) -> None:
             end.finish(failure)
 
 
-def _begin(folder: RunFolder, files: RunWriter, checkpoint: str | None, next_step: int, ranks: int) -> None:
+def _begin(
+    folder: RunFolder,
+    described: Mapping[str, Any],
+    files: RunWriter,
+    checkpoint: str | None,
+    next_step: int,
+    ranks: int,
+) -> None:
     """Store the settings of a new run, and write the event of this start. Rank 0 calls it."""
-    folder.begin()
+    folder.begin(described)
     forked = folder.forked
     source, version = (None, None) if forked is None else (str(forked.source), forked.version)
     if checkpoint is None or forked is not None:

@@ -27,7 +27,7 @@ from verl_server.files.segments import read_segments
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint, step_of
 from verl_server.train.forks import Forked
 from verl_server.train.journal import check_journals
-from verl_server.train.run_settings import MAY_DIFFER, REMOVED, typed_names
+from verl_server.train.run_settings import MAY_DIFFER, NOTED, REMOVED, typed_names
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,14 @@ class RunFolder:
             self.close()
             raise
 
-    def begin(self) -> None:
-        """Store the settings of a new run. Rank 0 calls it when the server is up."""
+    def begin(self, described: Mapping[str, Any] | None = None) -> None:
+        """Store the settings of a new run, with what `described` adds. Rank 0 calls it when the server is up."""
         copied = self.forked.checkpoint if self.forked is not None else None
         for name in self._replaced:  # of a run that had no first step
             if self.path / name != copied:
                 shutil.rmtree(self.path / name, ignore_errors=True)
         if self._settings is not None and not (self._is_resumed and self._run_file.exists()):
-            settings = self._settings()
+            settings = self._settings() | dict(described or {})
             store_settings(self._run_file, settings if copied is None else settings | {"fork_step": step_of(copied)})
         self._has_begun = True
 
@@ -129,7 +129,7 @@ class RunFolder:
         first = 0
         if self._settings is not None:
             if self._run_file.exists():
-                wanted, differ = self._settings(), MAY_DIFFER | REMOVED
+                wanted, differ = self._settings(), MAY_DIFFER | NOTED | REMOVED
                 stored = check_settings(self.path, self._run_file, wanted, differ, typed_names(wanted))
                 first = _first_step(stored)
             else:

@@ -74,6 +74,7 @@ MAY_DIFFER = {
     "server_url": "the server may be another one",
     "server_urls": "the servers may be others",
     "router": "the router may be another one",
+    "program": "the same program may be at another place",
 } | {
     f"server.{field.name}": _SERVER
     for field in dataclasses.fields(ServerArgs)
@@ -81,6 +82,9 @@ MAY_DIFFER = {
 }
 """Settings that may differ, and why (docs/runs.md). The hosts of `env_url` and of a mixture's environments, and the
 number of ranks, may differ, too."""
+
+NOTED = {"program_version": "a program may be updated"}
+"""What run.json says beside the settings, and is not compared."""
 
 REMOVED = {"gap_alarm": "stop_on is in its place"}
 """Settings that runs of earlier versions stored, and that are not compared."""
@@ -104,6 +108,7 @@ def run_settings(args: TrainArgs) -> dict[str, Any]:
     settings["fork"] = None if args.fork is None else str(args.fork.resolve())
     for name in ("model_path", "reference_path", "agent", "reward", "server.tokenizer_path", "server.chat_template"):
         settings[name] = None if settings[name] is None else location(settings[name])
+    settings |= {name: settings.pop(f"program.{name}") for name in ("program", "isolation", "readable")}
     settings["env_url"] = None if args.env_url is None else without_host(args.env_url)
     settings.pop("mixture.environments", None)
     settings["mixture"] = None if args.mixture is None else args.mixture.compared(without_host)

@@ -26,7 +26,9 @@ from verl_server.errors import (
 )
 from verl_server.messages.session_types import CreatedSession, CreateSession, ForcedMode, SessionInfo, SessionLimits
 from verl_server.rollout.agents import rewards
+from verl_server.rollout.agents.ends import End, environment_end, own_end
 from verl_server.rollout.agents.gateway import EnvironmentGateway, GuardedEnvironment, Referee
+from verl_server.rollout.agents.installed import InstalledAgent
 from verl_server.rollout.agents.program import run_program
 from verl_server.rollout.agents.servers import PROBE_SECONDS, ServerPool
 from verl_server.rollout.agents.sessions_client import SessionsClient
@@ -37,38 +39,30 @@ from verl_server.rollout.agents.types import (
     AgentSession,
     EnvironmentFactory,
     Scored,
+    Served,
 )
 from verl_server.rollout.environment import EnvError
-from verl_server.rollout.environment_ends import end_of, is_away
+from verl_server.rollout.environment_ends import is_away
+from verl_server.rollout.environments.isolation import Isolation
 from verl_server.rollout.faults import FaultRules
-from verl_server.rollout.launched import Exit
 from verl_server.rollout.rollout_clock import RolloutClock
-from verl_server.rollout.trajectory import StopReason
+from verl_server.rollout.trajectory import Fault, StopReason
 
 T = TypeVar("T")
 
-_LIMIT_REASONS = {
-    "max_turns": StopReason.MAX_TURNS,
-    "max_tokens": StopReason.MAX_TOKENS,
-    "max_context": StopReason.CONTEXT_FULL,
-}
+Agent = AgentFunction | Sequence[str] | InstalledAgent
+"""A function, the command of a program, or an installed program with a recipe."""
+
+_FINAL_LIMITS = {"max_turns": StopReason.MAX_TURNS, "max_tokens": StopReason.MAX_TOKENS}
+"""Limits of a session, by their names on the server, after which it generates no more."""
+_LIMIT_REASONS = _FINAL_LIMITS | {"max_context": StopReason.CONTEXT_FULL}
+LIMIT_SECONDS = 15.0
+"""Seconds that a program may go on after its session's turns or tokens are used up."""
 _SERVER_SLACK = 60.0
 """Seconds by which the server's time limits of a session exceed the runner's.
 
 The server's limits end the sessions of a runner that died.
 """
-
-
-@dataclass
-class End(Exception):
-    """The reason and the results of an episode's end. The code of an episode raises or returns an `End`."""
-
-    reason: StopReason
-    error: str | None = None
-    result: Any = None
-    exit_code: int | None = None
-    output: str = ""
-    environment_away: bool = False
 
 
 @dataclass
@@ -94,7 +88,7 @@ class AgentPlayer:
 
     run: str
     """Name of the run: the first part of its sessions' groups."""
-    agent: AgentFunction | Sequence[str]
+    agent: Agent
     reward: rewards.Reward
     environment: EnvironmentFactory | None
     limits: AgentLimits
@@ -109,6 +103,13 @@ class AgentPlayer:
     progress: Progress
     clock: RolloutClock
     forced_mode: ForcedMode = "override"
+    isolation: Isolation = "none"
+    """Isolation of a command. An installed agent has its own."""
+    readable: Sequence[Path] = ()
+    hidden: Sequence[Path] = ()
+    """What an isolated command must not see, although it lies in a folder that the command may read."""
+    served: Served | None = None
+    """The served model, for an installed agent."""
     faults: FaultRules = field(default_factory=FaultRules)
 
     async def play(self, episode: AgentEpisode) -> None:
@@ -150,7 +151,7 @@ class AgentPlayer:
         except BaseException as error:
             await referee.close()
             if isinstance(error, EnvError | BadRequestError):
-                raise _environment_end(error) from error
+                raise environment_end(error) from error
             raise
         return referee
 
@@ -205,9 +206,9 @@ class AgentPlayer:
         try:
             await asyncio.wait(waits, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
             if referee is not None and referee.fault.done():
-                return _environment_end(referee.fault.result())
+                return environment_end(referee.fault.result())
             if agent.done():
-                return await self._judged(_own_end(agent, client.url), client, created.id, run)
+                return await self._checked(own_end(agent, client.url), client, created.id, run)
             if activity.done():
                 return activity.result()
             return End(StopReason.TIME_LIMIT, f"The agent ran for {self.limits.seconds:.3g} s (AgentLimits.seconds).")
@@ -218,17 +219,38 @@ class AgentPlayer:
     async def _run_agent(self, session: AgentSession, episode: AgentEpisode, referee: Referee | None) -> Any:
         if callable(self.agent):
             return await self.agent(session, episode.task)
+        log = self.logs / f"{episode.name}.log"
+        workspace = None if referee is None else referee.folder
+        if isinstance(self.agent, InstalledAgent):
+            assert self.served is not None
+            return await self.agent.play(
+                session,
+                episode.task,
+                served=self.served,
+                limits=self.limits,
+                max_output=self.forced_sampling_params.get("max_new_tokens")
+                or self.sampling_params.get("max_new_tokens"),
+                workspace=workspace,
+                log=log,
+                pass_env=self.pass_env,
+            )
         with contextlib.ExitStack() as stack:
-            url = stack.enter_context(self.gateway.serving(referee)) if referee is not None else None
+            # An environment with a folder is judged by the runner alone: its report may show the task's tests.
+            played = referee if workspace is None else None
+            url = None if played is None else stack.enter_context(self.gateway.serving(played))
             return await run_program(
                 self.agent,
                 session,
                 episode.task,
                 limits=self.limits,
-                log=self.logs / f"{episode.name}.log",
+                log=log,
                 environment_url=url,
                 pass_env=self.pass_env,
                 about={"task": episode.index, "member": episode.member, "attempt": episode.attempt},
+                isolation=self.isolation,
+                readable=self.readable,
+                hidden=self.hidden,
+                workspace=workspace,
             )
 
     async def _ended(self, agent: asyncio.Future[Any]) -> None:
@@ -242,7 +264,7 @@ class AgentPlayer:
         if agent.done() and not agent.cancelled():
             agent.exception()  # it was read: asyncio logs nothing
 
-    async def _judged(self, end: End, client: SessionsClient, session_id: str, run: str | None) -> End:
+    async def _checked(self, end: End, client: SessionsClient, session_id: str, run: str | None) -> End:
         """Return `end`, as GENERATION_ERROR if an agent failed that can generate no more.
 
         It cannot if its server is away, has another run than `run` or another version, or has lost the session.
@@ -255,12 +277,16 @@ class AgentPlayer:
         return end
 
     async def _watched(self, client: SessionsClient, session_id: str, referee: Referee | None) -> End:
-        """Return when the agent is idle for too long, or its session is lost."""
+        """Return when the agent is idle for too long, or its session is lost.
+
+        Return, too, when the session has no turn or no token left and a program does not end, which may try again for
+        minutes. A full context is no such limit, because a program may go on with a shorter history.
+        """
         idle = self.limits.idle_seconds
         seen: Any = None
         active = answered = time.monotonic()
         while True:
-            await asyncio.sleep(min(5.0, idle / 4))
+            await asyncio.sleep(min(5.0, idle / 4, LIMIT_SECONDS))
             now = time.monotonic()
             try:
                 info = await client.get(session_id)
@@ -278,9 +304,12 @@ class AgentPlayer:
             if info.state != "open":
                 return End(StopReason.SESSION_LOST, f"The session is {info.state} ({info.reason}).")
             calls = referee.calls if referee is not None else 0
-            facts = (info.active, info.turns, info.tokens, calls)
+            used_up = None if callable(self.agent) else _FINAL_LIMITS.get(info.limit or "")
+            facts = (info.active if used_up is None else 0.0, info.turns, info.tokens, calls, used_up)
             if facts != seen or info.in_flight or (referee is not None and referee.waiting):
                 seen, active = facts, now
+            elif used_up is not None and now - active >= LIMIT_SECONDS:
+                return End(used_up, f"The program did not end within {LIMIT_SECONDS:.3g} s after its last generation.")
             elif now - active >= idle:
                 return End(
                     StopReason.IDLE,
@@ -305,9 +334,10 @@ class AgentPlayer:
             end.reason = self._limit_reason(info) or end.reason
         if end.reason is StopReason.GENERATION_ERROR:
             end.error = f"{client.url}: {end.error}"
-        _note(episode, end)
         if referee is not None:
+            end = await self._judged_by_environment(end, referee, self.logs / f"{episode.name}.check.log")
             episode.environment_reward = referee.reward
+        _note(episode, end)
         fault = self.faults.of(end.reason)
         if rewards.is_scored(self.reward, end.reason, fault, episode.sampled_tokens):
             if not rewards.is_judged(self.reward, episode, referee is None or referee.has_reward):
@@ -321,6 +351,27 @@ class AgentPlayer:
             if episode.reward is not None:
                 await client.reward(session_id, episode.reward)
             await client.delete(session_id)
+
+    async def _judged_by_environment(self, end: End, referee: Referee, log: Path) -> End:
+        """Play the final answer of a program in an environment that judges it, and return the end of the episode.
+
+        An installed agent plays no steps of its own, and an environment with a folder judges what is in it. What the
+        environment said goes to `log`.
+        """
+        is_judged_last = isinstance(self.agent, InstalledAgent) or referee.folder is not None
+        if referee.done or not is_judged_last or self.faults.of(end.reason) is not Fault.POLICY:
+            return end
+        try:
+            said, _ = await referee.step(end.result if isinstance(end.result, str) else "")
+            if said:
+                await asyncio.to_thread(log.write_text, said, errors="backslashreplace")
+        except EnvError as error:
+            failed = environment_end(error)
+            failed.result, failed.exit_code, failed.output = end.result, end.exit_code, end.output
+            return failed
+        except BadRequestError as error:
+            end.error = f"The environment refused the final answer: {error}"
+        return end
 
     async def _dropped(self, client: SessionsClient, session_id: str) -> None:
         with contextlib.suppress(VerlServerError):
@@ -359,49 +410,6 @@ def _note(episode: AgentEpisode, end: End) -> None:
 def _encodable(text: str) -> str:
     """Return `text` with lone surrogates as escapes. An agent's exception may quote some, and no file can hold them."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _environment_end(error: Exception) -> End:
-    return End(end_of(error), str(error), environment_away=is_away(error))
-
-
-def _exit_end(exit: Exit) -> End:
-    lines = "\n".join(exit.output.splitlines()[-10:])
-    if exit.code == 0:
-        return End(StopReason.DONE, exit_code=0, output=exit.output)
-    if exit.code is not None and exit.code < 0:
-        error = f"Signal {-exit.code} ended the program. Its last lines:\n{lines}"
-        return End(StopReason.AGENT_KILLED, error, exit_code=exit.code, output=exit.output)
-    cause = exit.error or f"The program ended with exit code {exit.code}"
-    reason = StopReason.AGENT_KILLED if exit.error and "killed" in exit.error else StopReason.AGENT_ERROR
-    return End(reason, f"{cause}. Its last lines:\n{lines}", exit_code=exit.code, output=exit.output)
-
-
-def _own_end(agent: asyncio.Future[Any], server_url: str) -> End:
-    """Return the end of an agent that returned, raised or exited."""
-    if agent.cancelled():
-        return End(StopReason.AGENT_ERROR, "The agent cancelled itself.")
-    error = agent.exception()
-    if error is None:
-        result = agent.result()
-        return _exit_end(result) if isinstance(result, Exit) else End(StopReason.DONE, result=result)
-    if isinstance(error, End):  # a `ToolLoop` names its reason
-        return error
-    reason = StopReason.GENERATION_ERROR if _server_failed(error, server_url) else StopReason.AGENT_ERROR
-    return End(reason, f"{type(error).__name__}: {error}"[:2000])
-
-
-def _server_failed(error: BaseException, server_url: str) -> bool:
-    """Return True if an SDK's error, or its cause, says that the rollout server answered with status 5xx."""
-    seen: BaseException | None = error
-    while seen is not None:
-        response = getattr(seen, "response", None)
-        status = getattr(seen if response is None else response, "status_code", None)
-        if isinstance(status, int) and status >= 500:
-            url = getattr(getattr(seen, "request", None), "url", None)
-            return url is None or str(url).startswith(f"{server_url}/")  # an agent may ask other servers, too
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 async def _shielded(work: Awaitable[T]) -> T:

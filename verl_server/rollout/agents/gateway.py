@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -103,6 +104,12 @@ class Referee:
         """Result: the first fault of the environment. The future is pending until a fault occurs."""
         self.events: list[tuple[str, float, float]] = []
 
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the task's files, in which a program works. None for environments without one."""
+        folder = getattr(self._environment, "folder", None)
+        return None if folder is None else Path(folder)
+
     async def reset(self, seed: int | None) -> None:
         """Start the episode. Raise EnvError."""
         self.observation = await self._bounded("reset", self._environment.reset(seed))
@@ -112,7 +119,9 @@ class Referee:
         async with self._lock:
             if self.done:
                 raise BadRequestError("The episode is over: the environment accepts no other step.")
-            self.observation, reward, self.done = await self._bounded("step", self._environment.step(text))
+            own = getattr(self._environment, "step_seconds", None)  # an environment that runs tests says how long
+            seconds = self._seconds if own is None else max(self._seconds, own)
+            self.observation, reward, self.done = await self._bounded("step", self._environment.step(text), seconds)
             self.reward += reward or 0.0
             self.has_reward |= reward is not None
             return self.observation, self.done
@@ -132,7 +141,8 @@ class Referee:
             async with asyncio.timeout(self._seconds):
                 await self._environment.close()
 
-    async def _bounded(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+    async def _bounded(self, what: str, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        seconds = seconds or self._seconds
         if self.fault.done():
             work.close()
             raise self.fault.result()
@@ -140,13 +150,12 @@ class Referee:
         self.waiting += 1
         start = self._clock()
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(seconds):
                 return await work
         except TimeoutError:
             raise self._failed(
                 EnvTimeoutError(
-                    f"The environment did not answer `{what}` within {self._seconds:.3g} s "
-                    "(AgentLimits.environment_seconds)."
+                    f"The environment did not answer `{what}` within {seconds:.3g} s (AgentLimits.environment_seconds)."
                 )
             ) from None
         except BadRequestError:

@@ -1,4 +1,4 @@
-"""Loads the agents, rewards, environments and tasks that a command line names.
+"""Loads the agents, recipes, rewards, environments and tasks that a command line names.
 
 `verl-server rollout --agent` and the trainer's groups of agents call these functions before a run begins. If a name
 cannot be resolved, they raise BadRequestError, which names the option.
@@ -6,40 +6,77 @@ cannot be resolved, they raise BadRequestError, which names the option.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from verl_server.errors import BadRequestError
 from verl_server.files.json_files import convert, numbered_lines, parse_json
+from verl_server.files.run_output import location
+from verl_server.rollout.agents import recipes
+from verl_server.rollout.agents.episode import Agent
+from verl_server.rollout.agents.installed import InstalledAgent, ProgramOptions
+from verl_server.rollout.agents.recipes.recipe import Recipe
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentTask, EnvironmentFactory
-from verl_server.rollout.environments.env_factory import load_function
-from verl_server.rollout.environments.named import command_words, environment_named
+from verl_server.rollout.environments.env_factory import load_function, load_module
+from verl_server.rollout.environments.named import command_words, environment_named, has_reward, is_named
 
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
 
 
 def load_agent(
-    text: str, tools: Sequence[str] = (), system: str | None = None, max_turns: int | None = None
-) -> AgentFunction | list[str]:
-    """Return the agent that `text` names: a function, the tool loop, or a command as a list of words.
+    text: str,
+    tools: Sequence[str] = (),
+    system: str | None = None,
+    max_turns: int | None = None,
+    program: ProgramOptions | None = None,
+) -> AgentFunction | list[str] | InstalledAgent:
+    """Return the agent that `text` names: a function, the tool loop, a command as a list of words, or a recipe.
 
-    The other arguments are options of the tool loop. Raise BadRequestError if the text or another argument is wrong.
+    `tools`, `system` and `max_turns` are options of the tool loop, `program` has those of programs. Raise
+    BadRequestError if the text or another argument is wrong.
     """
+    options = program or ProgramOptions()
     if text == "tools":
+        options.check_function()
         functions = [load_function(tool, "tool") for tool in tools]
         return ToolLoop(functions, system=system, max_turns=max_turns or DEFAULT_MAX_TURNS)
     if tools or system is not None:
         raise BadRequestError("--tool and --system are for --agent tools.")
-    if _FUNCTION.fullmatch(text):
-        return load_function(text, "agent")
     words = command_words(text, "--agent")
     if not words:
-        raise BadRequestError("--agent is empty. Name MODULE:function, or a command in quotes.")
+        raise BadRequestError("--agent is empty. Name MODULE:function, a recipe, or a command in quotes.")
+    recipe = _recipe(words[0])
+    if recipe is not None:
+        return options.installed(recipe, location(words[0]), words[1:])
+    if _FUNCTION.fullmatch(text):
+        options.check_function()
+        return load_function(text, "agent")
+    options.check_command()
     return words
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes of this package, sorted."""
+    modules = {module.name for module in pkgutil.iter_modules(recipes.__path__)} - {"recipe"}
+    return sorted(name.replace("_", "-") for name in modules)
+
+
+def _recipe(word: str) -> Recipe | None:
+    """Return the recipe that a word names, None if it is none of this package and names no `Recipe` of the user."""
+    if word in recipe_names():
+        module = importlib.import_module(f"{recipes.__name__}.{word.replace('-', '_')}")
+        recipe: Recipe = module.RECIPE
+        return recipe
+    if not _FUNCTION.fullmatch(word):
+        return None
+    module, name = load_module(word, "agent", "FUNCTION")
+    found = getattr(module, name, None)
+    return found if isinstance(found, Recipe) else None
 
 
 def environment_factory(name: str) -> EnvironmentFactory:
@@ -48,11 +85,31 @@ def environment_factory(name: str) -> EnvironmentFactory:
     return lambda task: make(task.environment)
 
 
-def load_reward(text: str | None, agent: Any, environment: EnvironmentFactory | None) -> Reward:
+def check_playable(agent: Agent, environment: str, reward: str | None) -> None:
+    """Raise BadRequestError if an agent cannot play the environment of this name, or if nothing judges it there."""
+    if isinstance(agent, InstalledAgent):
+        if is_named(environment) and not environment.startswith("reasoning-gym:"):
+            raise BadRequestError(
+                f"{environment} is a game of several steps, and an installed program gives one answer: name another "
+                "environment, or let --agent tools or a program of your own play it."
+            )
+        if not has_reward(environment):
+            raise BadRequestError(
+                f"--environment {environment} has tools only, and an installed program has its own: remove the option, "
+                "or use --agent tools."
+            )
+    if reward is None and not has_reward(environment):
+        raise BadRequestError(f"--reward is needed: MODULE:function, because {environment} has tools only.")
+
+
+def load_reward(text: str | None, agent: Agent, environment: EnvironmentFactory | None) -> Reward:
     """Return the reward that `--reward` names. The default is the environment's reward, or the exit of a program."""
     if text is None:
-        if environment is None and callable(agent):
-            raise BadRequestError("--reward is needed: MODULE:function, because there is no environment.")
+        if environment is None and (callable(agent) or isinstance(agent, InstalledAgent)):
+            raise BadRequestError(
+                "--reward is needed: MODULE:function, because there is no environment (--environment workspace has "
+                "tests of its own)."
+            )
         return "exit" if environment is None else "environment"
     if text == "exit":
         return "exit"

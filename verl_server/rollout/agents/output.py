@@ -176,6 +176,11 @@ class RunFolder:
         lines = [] if self._left is None else self._left.lines
         return Counter((entry.task, entry.member) for entry in lines if entry.is_replaced)
 
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The settings of the run that is resumed, {} for a new run."""
+        return {} if self._left is None else stored_settings(self._run_file)
+
     def begin(self, models: Sequence[str] = ()) -> None:
         """Begin to write: store the settings of a new run, or remove the incomplete records of an interrupted run.
 

@@ -12,7 +12,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from verl_server.rollout.environments.installation import installation_of, visib
 from verl_server.rollout.environments.isolation import Isolation, check_isolation, isolated_program
 from verl_server.rollout.launched import Exit, Program, kill_marked, launch
 from verl_server.rollout.left_files import read_left, remove_left
+from verl_server.rollout.scratch import private_folder
 
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _SESSION_PORT, _ENVIRONMENT_PORT = 30000, 30001
@@ -54,9 +54,7 @@ def check_program(
     """
     if not argv:
         raise BadRequestError("The agent's command is empty: pass a list such as ['python', 'my_agent.py'].")
-    refused = [name for name in pass_env if name in _RESERVED]
-    if refused:
-        raise BadRequestError(f"pass_env must not name {refused[0]}: no agent receives the owner's key.")
+    check_passed(pass_env)
     found = shutil.which(argv[0])
     if found is None:
         raise BadRequestError(f"There is no program {argv[0]!r} on PATH or at this path (folder {os.getcwd()}).")
@@ -96,6 +94,18 @@ def probe_program(
             f"--isolation none. Its last lines:\n{(done.stdout + done.stderr)[-1000:]}"
         )
     return (done.stdout.strip() or done.stderr.strip()).partition("\n")[0]
+
+
+def check_passed(pass_env: Sequence[str]) -> None:
+    """Raise BadRequestError if a program would receive the owner's key."""
+    refused = [name for name in pass_env if name in _RESERVED]
+    if refused:
+        raise BadRequestError(f"pass_env must not name {refused[0]}: no agent receives the owner's key.")
+
+
+def passed_variables(pass_env: Sequence[str]) -> dict[str, str]:
+    """Return the variables of this process that a program receives beside its own."""
+    return {name: os.environ[name] for name in pass_env if name in os.environ}
 
 
 class PlaceError(VerlServerError):
@@ -195,7 +205,7 @@ class ProgramPlace:
                 is_isolated=self.sandbox is not None,
             )
         )
-        if exit.launcher_was_killed:
+        if exit.launcher_was_killed and self.sandbox is None:  # a sandbox ends with its launcher
             await asyncio.to_thread(kill_marked, f"HOME={self.home}")
         return ProgramExit(**vars(exit), traffic=self.traffic)
 
@@ -229,7 +239,7 @@ async def program_place(
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
-            folder = Path(tempfile.mkdtemp(prefix="verl-agent-")).resolve()
+            folder = private_folder("agent").resolve()
             stack.push_async_callback(asyncio.to_thread, remove_left, folder)
             for name in ("home", "tmp", "sockets"):
                 (folder / name).mkdir(mode=0o700)
@@ -328,7 +338,7 @@ async def run_program(
 
 def _variables(place: ProgramPlace, pass_env: Sequence[str]) -> dict[str, str]:
     """Return the environment variables of the program, which inherits none."""
-    env = {name: os.environ[name] for name in pass_env if name in os.environ}
+    env = passed_variables(pass_env)
     env |= {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": str(place.home),

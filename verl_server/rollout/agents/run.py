@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import itertools
+import logging
 import re
 import secrets
 import tempfile
@@ -28,10 +29,11 @@ from verl_server.files.run_output import location
 from verl_server.messages.session_types import ForcedMode
 from verl_server.rollout.agents.branch_notice import BranchNotice
 from verl_server.rollout.agents.branches import episode_trajectories
-from verl_server.rollout.agents.episode import AgentPlayer, Progress
+from verl_server.rollout.agents.episode import Agent, AgentPlayer, Progress
 from verl_server.rollout.agents.gateway import EnvironmentGateway
+from verl_server.rollout.agents.installed import INSTALLED_AT_ONCE, InstalledAgent
 from verl_server.rollout.agents.output import RunFolder, settings_id
-from verl_server.rollout.agents.program import check_program, memory_hidden
+from verl_server.rollout.agents.program import check_passed, check_program, memory_hidden
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.servers import ServerPool
 from verl_server.rollout.agents.types import (
@@ -43,13 +45,17 @@ from verl_server.rollout.agents.types import (
     EnvironmentFactory,
     Server,
 )
+from verl_server.rollout.environments.isolation import Isolation
 from verl_server.rollout.faults import FaultRules
 from verl_server.rollout.replacements import Replacements, attempt_seed, pause_before
 from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.running_loop import refuse_running_loop, run_all
+from verl_server.rollout.scratch import private_root
 from verl_server.rollout.trajectory import Fault, StopReason, Trajectory
 from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _TIME = "a bound of time ends an episode, and changes no other one"
 MAY_DIFFER = {
@@ -61,6 +67,7 @@ MAY_DIFFER = {
     "limits.kill_grace": _TIME,
     "limits.max_concurrent": "it changes the pace only",
     "limits.log_bytes": "it changes the logs only",
+    "program": "the same program may be at another place",
 }
 """Settings that may differ when a run is resumed, and why (docs/runs.md).
 
@@ -69,14 +76,18 @@ and how fast episodes run, and how often the infrastructure may fail.
 """
 
 
-def run_agents(agent: AgentFunction | Sequence[str], tasks: Sequence[AgentTask], **options: Any) -> AgentRun:
+_NOTED = {"program_version": "a program may be updated; a warning says so"}
+"""What run.json says beside the settings, and is not compared."""
+
+
+def run_agents(agent: Agent, tasks: Sequence[AgentTask], **options: Any) -> AgentRun:
     """Play all tasks, and return the run when its last episode has ended. The options are those of `arun_agents`."""
     refuse_running_loop("run_agents", "Use `await arun_agents(agent, tasks, ...)`.")
     return asyncio.run(arun_agents(agent, tasks, **options))
 
 
 async def arun_agents(
-    agent: AgentFunction | Sequence[str],
+    agent: Agent,
     tasks: Sequence[AgentTask],
     *,
     servers: Sequence[Server] | None = None,
@@ -99,6 +110,9 @@ async def arun_agents(
     on_finish: Callable[[AgentEpisode], None] | None = None,
     allow_open_server: bool = False,
     pass_env: Sequence[str] = (),
+    isolation: Isolation | None = None,
+    readable: Sequence[Path] = (),
+    hidden: Sequence[Path] = (),
     progress: Progress | None = None,
     describe: Mapping[str, Any] | None = None,
     notice: UnsampledNotice | None = None,
@@ -108,13 +122,15 @@ async def arun_agents(
 ) -> AgentRun:
     """Play each task `group_size` times, every episode in a session of its own.
 
-    `agent` is an async function `(session, task)`, or the command of a program as a list. `servers` share the
-    sessions: a new one goes to the server with the fewest. Without `servers`, a server for `model_path` is launched
-    with a random key. `environment` makes the environment of an episode from its task. `reward` is a function of
-    the ended episode, "environment" (the sum of the rewards that the runner saw), "exit" (1.0 for exit code 0, else
-    0.0) or "agent" (that of the `Scored` which an agent function returns).
+    `agent` is an async function `(session, task)`, the command of a program as a list, or an `InstalledAgent`.
+    `servers` share the sessions: a new one goes to the server with the fewest. Without `servers`, a server for
+    `model_path` is launched with a random key. `environment` makes the environment of an episode from its task. The
+    final answer of an installed agent is the last step in it. `reward` is a function of the ended episode,
+    "environment" (the sum of the rewards that the runner saw), "exit" (1.0 for exit code 0, else 0.0) or "agent" (that
+    of the `Scored` which an agent function returns).
 
-    `limits` bound one episode and `max_concurrency` the episodes at one time. `faults` says which ends are the
+    `limits` bound one episode and `max_concurrency` the episodes at one time (None: no bound, but 16 of an installed
+    agent, because such programs take hundreds of megabytes each). `faults` says which ends are the
     policy's, which are scored, and which are the infrastructure's. These alone are replaced: `retries` bounds the
     further attempts of one episode, and `replacements` those of a group (None: no other bound). Each attempt has
     another seed of its own. `sampling_params` hold for requests that set none of their own,
@@ -122,7 +138,9 @@ async def arun_agents(
     one, which its turn records, or refused (`forced_mode`: "override", "refuse"). `seed`, the places of task and
     member and the number of the attempt settle every session's seed. With `session_seeds`, the seeds of the episodes,
     those of a task in a row, stand in the place of `seed` and the places. `pass_env` names variables that a program
-    receives beside its own.
+    receives beside its own. `isolation` "bubblewrap" keeps the program of a command apart (docs/agents.md), which may
+    then read the folders `readable` beside the working folder and the system's, without `out` and without what is
+    `hidden` in them; None is "none". An `InstalledAgent` has its own.
 
     `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run
     continues: its settings must be equal, except those that docs/runs.md lists, and episodes that have ended are
@@ -136,10 +154,15 @@ async def arun_agents(
     Raise BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
     `allow_open_server`. Faults of single episodes raise nothing.
     """
-    agent = _checked(agent, pass_env)
+    agent = await _checked(agent, pass_env, isolation, readable)
     limits, faults = limits or AgentLimits(), faults or FaultRules()
     if reward == "environment" and environment is None:
         raise BadRequestError('reward="environment" needs an environment. Pass one, or a reward function, or "exit".')
+    if reward == "exit" and isinstance(agent, InstalledAgent):
+        raise BadRequestError(
+            'reward="exit" is for commands: an installed agent exits with 0 whatever it did. Pass a reward function, '
+            'or an environment with reward="environment".'
+        )
     if reward == "exit" and callable(agent):
         raise BadRequestError('reward="exit" is for programs. Pass a reward function, or reward="environment".')
     if group_size < 1 or (max_concurrency is not None and max_concurrency < 1):
@@ -157,7 +180,7 @@ async def arun_agents(
         raise BadRequestError("resume needs the folder `out` of the run.")
     settings = {
         "command": "run_agents",
-        "agent": _name(agent) if callable(agent) else list(agent),
+        **_described(agent, isolation),
         "reward": reward if isinstance(reward, str) else _name(reward),
         "environment": None if environment is None else _name(environment),
         "group_size": group_size,
@@ -172,13 +195,21 @@ async def arun_agents(
     clock = RolloutClock()
     progress = progress or Progress()
     async with contextlib.AsyncExitStack() as stack:
-        folder = RunFolder(out, settings, tasks, resume, MAY_DIFFER) if out is not None else None
+        folder = RunFolder(out, settings, tasks, resume, MAY_DIFFER | _NOTED) if out is not None else None
         if folder is not None:
             stack.callback(folder.close)
+            if isinstance(agent, InstalledAgent):
+                _note_version(folder, agent)
         pool = await stack.enter_async_context(_servers(servers, model_path, version))
         if not allow_open_server:
             await pool.check_closed()
         logs = folder.logs if folder is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not callable(agent):
+            await asyncio.to_thread(private_root)
+        served = None
+        if isinstance(agent, InstalledAgent):
+            served = await pool.served()
+            agent.check_served(served)
         player = AgentPlayer(
             run=folder.id if folder is not None else settings_id(),
             agent=agent,
@@ -188,6 +219,10 @@ async def arun_agents(
             sampling_params=sampling_params or {},
             forced_sampling_params=forced_sampling_params or {},
             forced_mode=forced_mode,
+            isolation=isolation or "none",
+            readable=readable,
+            hidden=[*hidden, *([out] if out is not None else [])],
+            served=served,
             faults=faults,
             pool=pool,
             gateway=await stack.enter_async_context(EnvironmentGateway().running()),
@@ -196,7 +231,7 @@ async def arun_agents(
             progress=progress,
             clock=clock,
         )
-        if not callable(agent):
+        if sees_processes(agent, isolation):
             stack.enter_context(memory_hidden())
         if folder is not None:
             folder.begin(await pool.models())
@@ -209,7 +244,8 @@ async def arun_agents(
         run = _Run(player, folder, retries, left, on_finish, notice or UnsampledNotice(agent=True), branches)
         places = [(i, member) for i in range(len(tasks)) for member in range(group_size)]
         finished = folder.finished if folder is not None else {}
-        slots = slots or asyncio.Semaphore(max_concurrency or max(1, len(places)))
+        most = max_concurrency or (INSTALLED_AT_ONCE if isinstance(agent, InstalledAgent) else max(1, len(places)))
+        slots = slots or asyncio.Semaphore(most)
 
         async def play(index: int, member: int, slots: AbstractAsyncContextManager[object] = slots) -> None:
             async with slots:
@@ -292,15 +328,33 @@ class _Run:
             self._on_finish(episode)
 
 
-def _checked(agent: AgentFunction | Sequence[str], pass_env: Sequence[str]) -> AgentFunction | list[str]:
+async def _checked(
+    agent: Agent, pass_env: Sequence[str], isolation: Isolation | None, readable: Sequence[Path]
+) -> AgentFunction | list[str] | InstalledAgent:
     if isinstance(agent, str):
-        raise BadRequestError(f"Pass the command as a list, for example {agent.split()!r}, or an async function.")
+        raise BadRequestError(
+            f"Pass the command as a list, for example {agent.split()!r}, an async function, or an InstalledAgent "
+            "(load_agent makes one of the name of a recipe)."
+        )
+    if isinstance(agent, InstalledAgent):
+        check_passed(pass_env)
+        await asyncio.to_thread(agent.check)
+        return agent
     if not callable(agent):
-        return check_program(agent, pass_env)
+        return await asyncio.to_thread(check_program, agent, pass_env, isolation=isolation or "none", readable=readable)
     target = agent if inspect.isroutine(agent) else type(agent).__call__
     if not inspect.iscoroutinefunction(target) and not inspect.iscoroutinefunction(getattr(agent, "func", None)):
         raise BadRequestError(f"{agent!r} is no async function: write `async def agent(session, task)`.")
     return agent
+
+
+def _described(agent: AgentFunction | list[str] | InstalledAgent, isolation: Isolation | None) -> dict[str, Any]:
+    """Return the settings of run.json that name the agent."""
+    if isinstance(agent, InstalledAgent):
+        return agent.described()
+    if callable(agent):
+        return {"agent": _name(agent)}
+    return {"agent": list(agent), "isolation": isolation or "none"}
 
 
 @contextlib.asynccontextmanager
@@ -327,10 +381,26 @@ async def _servers(
         await asyncio.to_thread(engine.shutdown)
 
 
+def sees_processes(agent: Agent, isolation: Isolation | None) -> bool:
+    """Return True if an agent is a program that sees the processes of this host, and so could read their memory."""
+    own = agent.isolation if isinstance(agent, InstalledAgent) else isolation
+    return not callable(agent) and own != "bubblewrap"
+
+
 def _name(function: Any) -> str:
     """Return the module and name of a function for run.json, or the `repr` of an object without addresses."""
     name = getattr(function, "__qualname__", None)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(function)) if name is None else f"{function.__module__}:{name}"
+
+
+def _note_version(folder: RunFolder, agent: InstalledAgent) -> None:
+    """Log a warning if the program is another version than that with which the resumed run began."""
+    began = folder.stored.get("program_version")
+    if began not in (None, agent.version):
+        logger.warning(
+            "The run in %s began with %s, and goes on with %s, whose prompts may differ.",
+            *(folder.folder, began, agent.version),
+        )
 
 
 async def _delete_leftovers(pool: ServerPool, run: str) -> None:

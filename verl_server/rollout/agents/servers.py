@@ -23,7 +23,7 @@ from verl_server.errors import (
 from verl_server.files.run_output import location
 from verl_server.messages.session_types import CreatedSession, CreateSession
 from verl_server.rollout.agents.sessions_client import SessionsClient
-from verl_server.rollout.agents.types import Server
+from verl_server.rollout.agents.types import Served, Server
 from verl_server.version_demand import demand_fields
 from verl_server.weight_version import satisfies
 
@@ -62,6 +62,17 @@ class ServerPool:
         """Return the models of the servers that answer, sorted and without repetitions."""
         found = await asyncio.gather(*(client.model() for client in self.clients))
         return sorted({location(model) for model in found if model})
+
+    async def served(self) -> Served:
+        """Return the served model, with the smallest context of the servers that answer.
+
+        Raise BadRequestError if none of them names its model and its context.
+        """
+        found = await asyncio.gather(*(client.served() for client in self.clients), return_exceptions=True)
+        named = [served for served in found if isinstance(served, Served)]
+        if not named:
+            raise BadRequestError(f"No server names its model and its context length: {found[0]}")
+        return Served(named[0].model, min(served.context for served in named))
 
     async def check_closed(self) -> None:
         """Raise BadRequestError if one of the servers generates for callers without a key.

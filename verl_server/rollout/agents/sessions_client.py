@@ -35,6 +35,7 @@ from verl_server.messages.session_types import (
     SessionList,
     SessionTrajectory,
 )
+from verl_server.rollout.agents.types import Served
 
 T = TypeVar("T")
 
@@ -50,6 +51,27 @@ class _Model(msgspec.Struct):
 
     model_path: str | None = None
     weight_version: str | None = None
+
+
+class _Card(msgspec.Struct):
+    """A model of `/v1/models`."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card] = []
+
+
+class _Scheduler(msgspec.Struct):
+    max_req_input_len: int | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    """The keys of `/server_info` about the size of the KV cache."""
+
+    scheduler_info: _Scheduler = msgspec.field(default_factory=_Scheduler)
 
 
 class SessionsClient:
@@ -130,6 +152,22 @@ class SessionsClient:
             return await self._sent("GET", "/model_info", _Model)
         except VerlServerError:
             return _Model()
+
+    async def served(self) -> Served:
+        """Return the name of the served model, and the longest sequence that context and KV cache allow.
+
+        Raise BadRequestError if the server does not say so.
+        """
+        cards = (await self._sent("GET", "/v1/models", _Cards)).data
+        if not cards or cards[0].max_model_len is None:
+            raise BadRequestError(f"The server at {self.url} names no model with its context length at /v1/models.")
+        context = cards[0].max_model_len
+        try:
+            longest = (await self._sent("GET", "/server_info", _ServerInfo)).scheduler_info.max_req_input_len
+        except VerlServerError:  # a router before its first look
+            longest = None
+        # The last sampled token needs no place in the KV cache.
+        return Served(cards[0].id, context if longest is None else min(context, longest + 1))
 
     async def is_open(self) -> bool:
         """Return True if the server generates for callers without a key.

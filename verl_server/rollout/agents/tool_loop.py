@@ -22,9 +22,9 @@ import httpx
 
 from verl_server.chat.formats import TOOL_FORMATS
 from verl_server.errors import BadRequestError, ContextLengthError
-from verl_server.files.json_values import dumps
-from verl_server.rollout.agents.episode import End
+from verl_server.rollout.agents.ends import End
 from verl_server.rollout.agents.gateway import GuardedEnvironment
+from verl_server.rollout.agents.prompts import task_prompt
 from verl_server.rollout.agents.threads import in_thread
 from verl_server.rollout.agents.types import AgentSession, AgentTask
 from verl_server.rollout.environments.tools import Tool, ToolError, converted, function_tool, value_text
@@ -128,12 +128,8 @@ class ToolLoop:
         return offered + [_openai_tool(tool) for tool, _ in self._functions.values()]
 
     def _first_messages(self, task: AgentTask, environment: GuardedEnvironment | None) -> list[dict[str, Any]]:
-        task_text = task.input if isinstance(task.input, str) else dumps(task.input).decode()
-        parts = [] if task.input is None else [task_text]
-        if environment is not None and environment.observation:
-            parts.append(environment.observation)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return [*system, _user("\n\n".join(parts))]
+        return [*system, _user(task_prompt(task, environment))]
 
     async def _answer(self, call: Mapping[str, Any], environment: GuardedEnvironment | None) -> dict[str, Any]:
         """Return the message that answers one call: the result, or the reason why the call failed."""

@@ -43,6 +43,16 @@ class Server:
 
 
 @dataclass(frozen=True)
+class Served:
+    """What a program must know about the model behind its session."""
+
+    model: str
+    """Name of the served model."""
+    context: int
+    """Most tokens of a prompt with its output."""
+
+
+@dataclass(frozen=True)
 class AgentLimits:
     """Bounds of one episode. Times are in seconds. An episode that reaches a bound is scored.
 
@@ -182,7 +192,8 @@ class AgentEpisode:
     exit_code: int | None = None
     """Exit code of a program. A negative code is the signal that ended it."""
     result: Any = None
-    """The value that an agent function returned. The runner does not use it as a reward."""
+    """The value that an agent function returned, or the final answer of an installed agent. It is no reward by
+    itself."""
     output: str = ""
     """The last lines that a program wrote."""
     reward: float | None = None

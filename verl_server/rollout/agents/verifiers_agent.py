@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from verl_server.errors import BadRequestError, ContextLengthError
-from verl_server.rollout.agents.episode import End
-from verl_server.rollout.agents.types import AgentFunction, AgentSession, AgentTask, Scored
+from verl_server.rollout.agents.ends import End
+from verl_server.rollout.agents.types import AgentSession, AgentTask, Scored
 from verl_server.rollout.environment import EnvError
 from verl_server.rollout.environments.verifiers import VerifiersEnvironment, parse_name
 from verl_server.rollout.loop_thread import LoopThread
@@ -198,7 +198,7 @@ def scored(trace: Any) -> Scored:
     return Scored(reward=trace.reward, metrics=metrics)
 
 
-def close_agent(agent: AgentFunction | Sequence[str]) -> None:
+def close_agent(agent: object) -> None:
     """End what a `VerifiersAgent` started. Other agents start nothing that outlives their episodes."""
     if isinstance(agent, VerifiersAgent):
         agent.close()

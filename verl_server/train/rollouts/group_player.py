@@ -30,6 +30,7 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.agents.program import memory_hidden
 from verl_server.rollout.recorded_turns import EpisodeProgress, Recording
 from verl_server.rollout.trajectory import Task, Trajectory, labelled
+from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.players import open_player
 from verl_server.train.rollouts.group_messages import (
     Alive,
@@ -251,7 +252,8 @@ async def _run(wire: _Wire, setup: PlayerSetup, ready: Callable[[dict[str, Any]]
         if args.is_played_by_agent:
             stack.enter_context(memory_hidden())  # the agents' programs must not read the owner's keys
         player = stack.enter_context(open_player(args, setup.urls, setup.keys))
-        groups = GroupPlayer(player, wire.send, setup.incarnation, args.max_concurrency, args.replay_actions)
+        most = args.max_concurrency or (player.most_at_once if isinstance(player, AgentGroups) else None)
+        groups = GroupPlayer(player, wire.send, setup.incarnation, most, args.replay_actions)
         wire.serve(groups.handle, loop, end)
         ready({})
         while not end.is_set():

@@ -10,6 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ReadHome = Callable[[str], "str | None"]
+"""Path below HOME -> text of the file there; None if there is none, or if it is no regular file or too large. The
+program may have written anything there: a recipe opens no file itself."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -37,6 +41,9 @@ class Place:
     """Most tokens of one reply. None: the program's own bound."""
     max_turns: int | None
     """Most generations of the episode. None: no bound."""
+    seconds: float
+    """Time of the episode. A request may wait as long in the queue of a busy server: a client must not give up earlier
+    and ask again."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,9 @@ class Start:
     """Variables beside PATH, HOME, TMPDIR and LANG. The program gets no others."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Path below HOME -> text of a file that is written before the program starts."""
+    stdin: str | None = None
+    """Text on the standard input. A prompt belongs here if the program reads it: as a word of the command, a prompt
+    that begins with "-" would be an option, and a long one would not start."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,12 @@ class Recipe:
     """Versions that were run with this recipe."""
     start: Callable[[Place], Start]
     """Return the command of an episode."""
-    answer: Callable[[str, Path], str] = lambda stdout, home: stdout
-    """Return the final answer from what the program wrote to stdout and below HOME."""
+    answer: Callable[[str, ReadHome], str] = lambda stdout, read: stdout
+    """Return the final answer from what the program wrote to stdout, and to files below HOME. It is called after the
+    end of any program, also of one that failed: "" is no answer."""
+    version: Sequence[str] = ("--version",)
+    """Words with which the program prints its version. A program that has none may print anything, and exits with 0."""
     needs: Sequence[str] = ()
     """Further programs that it calls, such as "git"."""
+    least_context: int = 0
+    """Tokens of its first prompt, about. A server whose context is shorter cannot play any episode, and is refused."""

@@ -22,6 +22,7 @@ const STOP_REASONS = [
   "aborted",
   "agent_error",
   "agent_killed",
+  "isolation_failed",
   "idle",
   "session_lost",
 ];

@@ -1,0 +1,78 @@
+"""Codex, OpenAI's coding agent: `codex exec` with a provider of its own, over the wire of /v1/responses."""
+
+from __future__ import annotations
+
+import json
+
+from verl_server.rollout.agents.recipes.recipe import Place, ReadHome, Recipe, Start
+
+_ANSWER = "answer.txt"
+_CONFIG = """\
+model = {model}
+model_provider = "verl"
+model_context_window = {context}
+model_auto_compact_token_limit = {compact_at}
+check_for_update_on_startup = false
+web_search = "disabled"
+
+[model_providers.verl]
+name = "verl"
+base_url = {url}
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+request_max_retries = 2
+stream_max_retries = 2
+stream_idle_timeout_ms = {milliseconds}
+
+[analytics]
+enabled = false
+
+[agents]
+enabled = false
+
+[features]
+goals = false
+
+[skills]
+include_instructions = false
+
+[skills.bundled]
+enabled = false
+"""
+
+
+def start(place: Place) -> Start:
+    """Run `codex exec` without approvals and without its own sandbox, which the isolation replaces."""
+    config = _CONFIG.format(
+        model=json.dumps(place.model),
+        context=place.context,
+        compact_at=_compact_at(place),
+        url=json.dumps(place.openai_url),
+        milliseconds=min(int(place.seconds * 1000), 2**31 - 1),
+    )
+    argv = [place.program, "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    argv += ["-C", str(place.workspace), "-o", str(place.home / _ANSWER), "-"]
+    env = {"CODEX_HOME": str(place.home / ".codex"), "OPENAI_API_KEY": place.key}
+    return Start(argv, env, files={".codex/config.toml": config}, stdin=place.prompt)
+
+
+def _compact_at(place: Place) -> int:
+    """Return the tokens at which the history is made shorter: one reply and one output of a tool must still fit."""
+    reply = min(place.max_output or place.context // 8, place.context // 4)
+    output = min(10_000, place.context // 8)
+    return place.context - reply - output
+
+
+def answer(stdout: str, read: ReadHome) -> str:
+    """Return the last message. There is none if the last turn failed."""
+    return read(_ANSWER) or ""
+
+
+RECIPE = Recipe(
+    program="codex",
+    install="npm install -g @openai/codex",
+    versions="0.171.0",
+    start=start,
+    answer=answer,
+    least_context=8_192,
+)
