@@ -7,7 +7,7 @@ INTERPRETER ?=
 # Tests start hundreds of processes. Without byte code each of them would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-vllm test-sglang test-real test-browser test-trackers test-verifiers test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-vllm test-sglang test-real test-browser test-trackers test-verifiers test-programs test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -144,6 +144,20 @@ test-verifiers: .venv-verifiers/.installed  ## environments of verifiers without
 		-e '.[verifiers]'
 	touch $@
 
+test-programs: .venv-real/.installed .programs/.installed  ## Claude Code and Codex play tasks in their sandbox, and are trained
+	@command -v bwrap || { test $$(id -u) = 0 && apt-get update -qq && apt-get install -y -qq bubblewrap; } || \
+		{ echo "make test-programs needs bubblewrap: apt-get install bubblewrap" >&2; exit 1; }
+	cd tests/programs && ../../.venv-real/bin/python -m pytest $(ARGS)
+
+# The programs have 560 MB. They need Node.js.
+.programs/.installed: tests/programs/package.json
+	@command -v npm || { echo "make test-programs needs npm and Node.js 20" >&2; exit 1; }
+	rm -rf .programs
+	mkdir .programs
+	cp tests/programs/package.json .programs
+	npm install --silent --no-audit --no-fund --prefix .programs
+	touch $@
+
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
 
@@ -189,4 +203,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-sglang .venv-real .venv-browser .venv-trackers .venv-verifiers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-sglang .venv-real .venv-browser .venv-trackers .venv-verifiers .programs runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

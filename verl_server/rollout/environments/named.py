@@ -1,7 +1,8 @@
 """Environments by name, as the command line writes them.
 
 `reasoning-gym:NAME`, `textarena:NAME`, the URL of an OpenEnv server, `mcp:URL` or `mcp:COMMAND` (tools of an MCP
-server), and `code` (the isolated tool run_python). `verifiers:NAME` names tasks whose own code plays them
+server), `code` (the isolated tool run_python), and `workspace` (a folder for an installed agent, and a check).
+`verifiers:NAME` names tasks whose own code plays them
 (`agents/verifiers_agent`).
 """
 
@@ -18,6 +19,7 @@ from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.environments.reasoning_gym import ReasoningGymEnvironment, check_reasoning_gym
 from verl_server.rollout.environments.text import MakeEnvironment
 from verl_server.rollout.environments.textarena import TextArenaEnvironment, check_textarena
+from verl_server.rollout.environments.workspace import WorkspaceEnvironment
 
 _FAMILIES = ("reasoning-gym:", "textarena:", verifiers.FAMILY)
 
@@ -69,9 +71,12 @@ def environment_named(text: str) -> MakeEnvironment:
     if text == "code":
         check_isolation("bubblewrap")
         return lambda options: CodeTool(**options)
+    if text == "workspace":
+        check_isolation("bubblewrap")
+        return WorkspaceEnvironment
     if is_url(text):
         return lambda options: OpenEnvEnvironment(text, **options)
     raise BadRequestError(
         f"{text!r} is no environment: write reasoning-gym:NAME, textarena:NAME, http://HOST:PORT (OpenEnv), mcp:URL, "
-        "'mcp:COMMAND' or code."
+        "'mcp:COMMAND', code or workspace."
     )
