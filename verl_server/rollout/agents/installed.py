@@ -27,8 +27,7 @@ from verl_server.rollout.agents.recipes.recipe import Place, Recipe
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask, Served
 from verl_server.rollout.environments.installation import installation_of
 from verl_server.rollout.environments.isolation import Isolation, check_isolation
-from verl_server.rollout.left_files import remove_left
-from verl_server.rollout.scratch import private_folder
+from verl_server.rollout.scratch import private_folder, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +189,7 @@ class InstalledAgent:
         async with contextlib.AsyncExitStack() as stack:
             if workspace is None:
                 workspace = private_folder("workspace")
-                stack.push_async_callback(asyncio.to_thread, remove_left, workspace)
+                stack.push_async_callback(asyncio.to_thread, remove_folder, workspace)
             offered = await stack.enter_async_context(
                 program_place(
                     session,

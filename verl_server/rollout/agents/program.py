@@ -20,14 +20,14 @@ from typing import Any
 import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.files.trees import read_below
 from verl_server.ipc.descriptors import raise_descriptor_limit
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask
 from verl_server.rollout.agents.uplink import ENVIRONMENT_REQUESTS, SESSION_REQUESTS, Traffic, uplink
 from verl_server.rollout.environments.installation import installation_of, visible_path
 from verl_server.rollout.environments.isolation import Isolation, check_isolation, isolated_program
 from verl_server.rollout.launched import Exit, Program, kill_marked, launch
-from verl_server.rollout.left_files import read_left, remove_left
-from verl_server.rollout.scratch import private_folder
+from verl_server.rollout.scratch import private_folder, remove_folder
 
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _SESSION_PORT, _ENVIRONMENT_PORT = 30000, 30001
@@ -155,11 +155,11 @@ class ProgramPlace:
             path.write_text(text)
 
     def read(self, name: str, most: int = 4 * 2**20) -> str | None:
-        """Return the text of a file below HOME after the program's end, at most `most` bytes.
+        """Return the text of a file below HOME after the program's end.
 
-        None if there is no such file, or if the program put a link or a pipe there.
+        None if there is no such file, if it has more than `most` bytes, or if the program put a link or a pipe there.
         """
-        data = read_left(self.folder / "home", name, most)
+        data = read_below(self.folder / "home", name, most)
         return None if data is None else data.decode(errors="replace")
 
     async def run(
@@ -240,7 +240,7 @@ async def program_place(
     async with contextlib.AsyncExitStack() as stack:
         try:
             folder = private_folder("agent").resolve()
-            stack.push_async_callback(asyncio.to_thread, remove_left, folder)
+            stack.push_async_callback(asyncio.to_thread, remove_folder, folder)
             for name in ("home", "tmp", "sockets"):
                 (folder / name).mkdir(mode=0o700)
             if isolation == "none":
