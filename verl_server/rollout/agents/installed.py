@@ -46,7 +46,8 @@ class ProgramOptions:
     """Path of the program of a recipe (--agent NAME). Default: the one on PATH."""
     isolation: Isolation | None = None
     """`bubblewrap` runs an agent's program without your files, and with no network but its session; `none` lets it do
-    all that you can. Default: bubblewrap for a recipe, none for a command."""
+    all that you can. Default: bubblewrap for a recipe, none for a command. The checks of --environment workspace run in
+    bubblewrap unless `none` is named here."""
     readable: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Folder that the program may read inside of bubblewrap, beside the system's and its own. May be repeated."""
 
