@@ -62,6 +62,8 @@ class Exit:
     """True if bubblewrap or its bridge failed: the fault is the infrastructure's. `error` has the cause."""
     stdout: str = ""
     """Content of the file `Program.stdout`."""
+    exceeded: str = ""
+    """The bound that an isolated program exceeded, for which it was ended: the fault is the program's."""
 
 
 async def launch(program: Program) -> Exit:
@@ -116,7 +118,7 @@ def _exit(answer: bytes, output: str) -> Exit:
         return Exit(None, output, "the launcher of the program was killed", launcher_was_killed=True)
     if "error" in result:
         return Exit(None, output, result["error"], isolation_failed=result["isolation"])
-    return Exit(result["code"], output)
+    return Exit(result["code"], output, exceeded=result.get("exceeded", ""))
 
 
 def kill_marked(variable: str) -> int:
