@@ -47,11 +47,14 @@ def private_root() -> Path:
     _remove_dead(place)
     while True:
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # closed by the end of the process
+        try:
+            descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # closed by the process's end
+        except FileNotFoundError:  # another process took it for a dead one's before it was locked, and removed it
+            continue
         if _locks(descriptor) and root.exists():
             atexit.register(remove_folder, root)
             return root
-        os.close(descriptor)  # another process took it for a dead one's before it was locked
+        os.close(descriptor)  # the other process is about to remove it
 
 
 def _remove_dead(place: Path) -> None:
