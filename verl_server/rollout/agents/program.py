@@ -22,6 +22,7 @@ import msgspec
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.trees import read_below
 from verl_server.ipc.descriptors import raise_descriptor_limit
+from verl_server.rollout.agents.starting import starting
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask
 from verl_server.rollout.agents.uplink import ENVIRONMENT_REQUESTS, SESSION_REQUESTS, Traffic, uplink
 from verl_server.rollout.environments.installation import installation_of, visible_path
@@ -190,21 +191,21 @@ class ProgramPlace:
                 return ProgramExit(None, "", str(error), isolation_failed=True, traffic=self.traffic)
             variables |= {"PATH": path, "TZ": variables.get("TZ", "UTC")}
             bounds, cwd = {}, "/"
-        exit = await launch(
-            Program(
-                argv=list(argv),
-                cwd=cwd,
-                env=variables,
-                limits=bounds,
-                log=log,
-                log_bytes=limits.log_bytes,
-                grace=limits.kill_grace,
-                stdin=stdin,
-                stdout=None if stdout_bytes is None else self.folder / "stdout",
-                stdout_bytes=stdout_bytes or 0,
-                is_isolated=self.sandbox is not None,
-            )
+        program = Program(
+            argv=list(argv),
+            cwd=cwd,
+            env=variables,
+            limits=bounds,
+            log=log,
+            log_bytes=limits.log_bytes,
+            grace=limits.kill_grace,
+            stdin=stdin,
+            stdout=None if stdout_bytes is None else self.folder / "stdout",
+            stdout_bytes=stdout_bytes or 0,
+            is_isolated=self.sandbox is not None,
         )
+        async with contextlib.nullcontext() if self.traffic is None else starting(self.traffic):
+            exit = await launch(program)
         if exit.launcher_was_killed and self.sandbox is None:  # a sandbox ends with its launcher
             await asyncio.to_thread(kill_marked, f"HOME={self.home}")
         return ProgramExit(**vars(exit), traffic=self.traffic)

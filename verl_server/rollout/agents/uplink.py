@@ -15,8 +15,8 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -67,6 +67,8 @@ class Traffic:
     A generation that the program left before its answer began does not count."""
     last_error: str = ""
     """Text of that answer if its status is an error."""
+    on_request: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    """Called at each request, before it is handed on."""
 
     def _ended(self, status: int, error: str) -> None:
         self.last_status, self.last_error = status, error
@@ -141,6 +143,7 @@ class _Proxy:
     traffic: Traffic
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.traffic.on_request()
         path, _, query = request.raw_path.partition("?")
         if path == "/" and request.method in ("GET", "HEAD"):  # programs look whether anybody is there
             return web.Response(text="")
