@@ -20,6 +20,7 @@ from tests.rollout.agents.common import PROGRAM_HEAD, says_number, wait_for
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, served
 from verl_server.cli.agents import AgentRolloutArgs
 from verl_server.cli.main import main
+from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.loading import read_tasks
 from verl_server.rollout.agents.output import read_lines
 from verl_server.rollout.agents.types import AgentTask
@@ -211,6 +212,27 @@ def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:
     file.write_text('{"seed": 7}\n\n"a question"\n{"question": 1, "seed": 2}\n')
     expected: list[Any] = [AgentTask(seed=7), AgentTask(seed=2, input="a question")]
     assert read_tasks(file) == [*expected, AgentTask(seed=3, input={"question": 1, "seed": 2})]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"input": "x"}', "tasks.jsonl:3: environment.check is missing"),
+        (
+            '{"input": "x", "environment": {"check": {"command": ["true"]}, "files": {"../x": ""}}}',
+            "tasks.jsonl:3: env",
+        ),
+        ('{"input": "x", "environment": {"check": {"command": ["no-such"]}}}', "no program 'no-such'"),
+        ('{"id": 1, "environment": {"check": {"command": ["true"]}}}', "because of its key 'id'"),
+    ],
+)
+def test_tasks_are_checked_for_their_workspace_before_the_run(tmp_path: Path, line: str, says: str) -> None:
+    file = tmp_path / "tasks.jsonl"
+    right = '{"environment": {"check": {"command": ["true"]}}}'
+    file.write_text(f"{right}\n\n{line}\n{right}\n")
+    with pytest.raises(BadRequestError, match=re.escape(says)):
+        read_tasks(file, environment="workspace")
+    assert len(read_tasks(file)) == 3, "another environment has other options"
 
 
 _SLOW_AGENT = """

@@ -29,7 +29,7 @@ def run_example(page: str, folder: Path) -> list[str]:
     done = subprocess.run(
         [sys.executable, script.name], cwd=folder, env=env, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout, done.stderr[-3000:]
     return done.stdout.splitlines()
 
 

@@ -150,6 +150,9 @@ def test_read_takes_small_files_only(tree: Path) -> None:
     for path in ("link", "folder/file", "fifo", "in", "missing", "in/file/x"):
         assert read_below(tree, path, 3) is None
     assert read_below(tree, "in/file", 2) is None
+    for path in ("../file", "in/../../file", str(tree / "in/file")):
+        with pytest.raises(ValueError, match="no path below"):
+            read_below(tree, path, 3)
 
 
 def test_remove_follows_no_link_and_needs_no_recursion(tree: Path) -> None:

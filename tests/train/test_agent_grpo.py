@@ -210,6 +210,19 @@ def test_an_agent_plays_an_asynchronous_run(
     assert {(t["sampled_step"], t["group"], t["member"], t["session"], t["branch"]) for t in trained} <= names
 
 
+@pytest.mark.parametrize("option", ["--tasks", "--eval-file"])
+def test_tasks_are_checked_for_their_workspace_before_the_run(tmp_path: Path, option: str) -> None:
+    right, wrong = tmp_path / "right.jsonl", tmp_path / "wrong.jsonl"
+    right.write_text('{"environment": {"check": {"command": ["true"]}}}\n')
+    wrong.write_text(right.read_text() + '{"environment": {}}\n')
+    tasks, held_out = (wrong, right) if option == "--tasks" else (right, wrong)
+    args = TrainArgs(
+        model_path="m", agent="true", env_url="workspace", tasks=str(tasks), eval_file=str(held_out), eval_every=1
+    )
+    with pytest.raises(BadRequestError, match=r"wrong.jsonl:2: environment.check is missing"):
+        agent_groups.AgentGroups(args)
+
+
 def test_a_program_plays_lines_of_a_file_in_turn(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(b"".join(msgspec.json.encode({"input": text}) + b"\n" for text in ("a", "b", "c")))

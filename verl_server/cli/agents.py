@@ -253,7 +253,7 @@ def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFact
             raise BadRequestError(f"--tasks {args.tasks} has its own environment: remove --environment.")
         count = _GROUPS if args.groups is None else args.groups
         return [AgentTask(seed=args.first_seed + i) for i in range(count)], environment_factory(args.tasks)
-    tasks = read_tasks(Path(args.tasks))[: args.groups]
+    tasks = read_tasks(Path(args.tasks), environment=args.environment)[: args.groups]
     if args.groups is not None and len(tasks) < args.groups:
         raise BadRequestError(f"{args.tasks} has {len(tasks)} tasks, fewer than --groups {args.groups}.")
     if args.environment is None:
@@ -263,7 +263,7 @@ def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFact
         timeouts = EnvTimeouts(connect=seconds, reset=seconds)
         bounds = "--limits.environment-seconds"
         check_environment(args.environment, None, timeouts, option="--environment", bounds=bounds)
-    return tasks, environment_factory(args.environment)
+    return tasks, environment_factory(args.environment, args.program.isolation)
 
 
 def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:

@@ -2,8 +2,8 @@
 
 Nothing here follows a symbolic link below the folder, waits for a FIFO or a device, recurses as deep as the tree is,
 or reads more than the bounds permit. A folder or a file without permissions gets them first, because its owner, who
-runs this code, may set them. `rollout/environments/workspace` calls these functions when the policy's processes have
-ended. They stay safe if one still runs.
+runs this code, may set them. `rollout/agents/program`, `rollout/environments/workspace` and `rollout/scratch` call
+these functions when the policy's processes have ended. They stay safe if one still runs.
 """
 
 from __future__ import annotations
@@ -134,8 +134,11 @@ def read_below(root: Path, path: str, most: int) -> bytes | None:
     """Return the content of a file at a relative path below `root`, of at most `most` bytes.
 
     Return None if there is none: no file, a link there or in the place of a folder of the path, or a larger file.
+    Raise ValueError if `path` is absolute or has "..".
     """
     *parents, name = path.split("/")
+    if path.startswith("/") or ".." in (*parents, name):
+        raise ValueError(f"{path!r} is no path below a folder")
     try:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(_closing(_open_folder(str(root), None)))

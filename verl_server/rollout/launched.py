@@ -21,6 +21,8 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 _TAIL_BYTES = 4000
 _EXIT_SECONDS = 15.0
 """Seconds for the launcher to end all descendants, in addition to the grace."""
+_launchers: dict[Path, int] = {}
+"""Log of each program that runs -> process id of its launcher."""
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -62,6 +64,8 @@ class Exit:
     """True if bubblewrap or its bridge failed: the fault is the infrastructure's. `error` has the cause."""
     stdout: str = ""
     """Content of the file `Program.stdout`."""
+    exceeded: str = ""
+    """The bound that an isolated program exceeded, for which it was ended: the fault is the program's."""
 
 
 async def launch(program: Program) -> Exit:
@@ -77,6 +81,7 @@ async def launch(program: Program) -> Exit:
     )
     assert launcher.stdin is not None and launcher.stdout is not None
     reading = asyncio.ensure_future(launcher.stdout.read())
+    _launchers[program.log] = launcher.pid
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             launcher.stdin.write(msgspec.json.encode(program, enc_hook=str) + b"\n")
@@ -85,6 +90,7 @@ async def launch(program: Program) -> Exit:
     finally:
         launcher.stdin.close()  # the launcher ends what still runs
         await _ended(launcher, reading, program.grace + _EXIT_SECONDS)
+        _launchers.pop(program.log, None)
     output = await asyncio.to_thread(tail, program.log)
     stdout = "" if program.stdout is None else await asyncio.to_thread(_text, program.stdout)
     return dataclasses.replace(_exit(answer, output), stdout=stdout)
@@ -116,7 +122,12 @@ def _exit(answer: bytes, output: str) -> Exit:
         return Exit(None, output, "the launcher of the program was killed", launcher_was_killed=True)
     if "error" in result:
         return Exit(None, output, result["error"], isolation_failed=result["isolation"])
-    return Exit(result["code"], output)
+    return Exit(result["code"], output, exceeded=result.get("exceeded", ""))
+
+
+def launcher_of(log: Path) -> int | None:
+    """Return the process id of the launcher whose program writes to `log`, None if the program does not run."""
+    return _launchers.get(log)
 
 
 def kill_marked(variable: str) -> int:

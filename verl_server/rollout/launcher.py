@@ -37,6 +37,8 @@ _KILL_SECONDS = 10.0
 def main() -> None:
     """Run the program and print {"code": exit code, "left": descendants that outlived it, "ended": by the runner}.
 
+    "exceeded" is there, too, if the bridge ended an isolated program that exceeded a bound, and says which one.
+
     Print {"error": cause} if the program did not start, with "isolation": true if that is a fault of the isolation.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -118,7 +120,7 @@ def _isolated_end(code: int, ended: bool, status: int) -> dict[str, Any]:
     for line in lines:
         said |= json.loads(line)
     if "code" in said:
-        return {"code": said["code"]}
+        return {"code": said["code"], "exceeded": said.get("exceeded", "")}
     if "failed" in said:
         return {"error": f"the bridge of the sandbox failed: {said['failed']}", "isolation": True}
     if "unstarted" in said:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import atexit
 import fcntl
 import functools
+import logging
 import os
 import tempfile
 from pathlib import Path
 
-from verl_server.rollout.left_files import remove_left
+from verl_server.files.trees import remove_tree
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "verl-scratch-"
 
@@ -21,9 +24,17 @@ _PREFIX = "verl-scratch-"
 def private_folder(name: str) -> Path:
     """Create an empty folder, which other users cannot read. Its name begins with `name`.
 
-    The caller removes it. What is left is removed at the end of the process.
+    The caller removes it (`remove_folder`). What is left is removed at the end of the process.
     """
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=private_root()))
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder with whatever a program left in it. Log a warning if something stays."""
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        logger.warning("The temporary folder %s was not removed: %s. Remove it by hand.", folder, error)
 
 
 @functools.cache
@@ -36,11 +47,14 @@ def private_root() -> Path:
     _remove_dead(place)
     while True:
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # closed by the end of the process
+        try:
+            descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # closed by the process's end
+        except FileNotFoundError:  # another process took it for a dead one's before it was locked, and removed it
+            continue
         if _locks(descriptor) and root.exists():
-            atexit.register(remove_left, root)
+            atexit.register(remove_folder, root)
             return root
-        os.close(descriptor)  # another process took it for a dead one's before it was locked
+        os.close(descriptor)  # the other process is about to remove it
 
 
 def _remove_dead(place: Path) -> None:
@@ -52,7 +66,7 @@ def _remove_dead(place: Path) -> None:
             continue
         try:
             if os.fstat(descriptor).st_uid == os.geteuid() and _locks(descriptor):
-                remove_left(root)
+                remove_folder(root)
         finally:
             os.close(descriptor)
 

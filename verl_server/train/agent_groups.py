@@ -73,8 +73,14 @@ class AgentGroups:
             logger.info("Agent: %s.", self._agent)
         elif isinstance(self._agent, list):
             check_program(self._agent, isolation=self._isolation or "none", readable=self._readable)
-        self._tasks = None if args.tasks is None or is_named(args.tasks) else read_tasks(Path(args.tasks))
-        self._held_out = None if args.eval_file is None else read_tasks(Path(args.eval_file), "--eval-file")
+        self._tasks = (
+            None
+            if args.tasks is None or is_named(args.tasks)
+            else read_tasks(Path(args.tasks), environment=args.env_url)
+        )
+        self._held_out = (
+            None if args.eval_file is None else read_tasks(Path(args.eval_file), "--eval-file", args.env_url)
+        )
         self._environment = _environment(args)
         if self._environment is not None:
             check_playable(self._agent, args.env_url or args.tasks or "", args.reward)
@@ -284,7 +290,7 @@ def _has_server(args: TrainArgs) -> bool:
 
 def _environment(args: TrainArgs) -> EnvironmentFactory | None:
     if args.env_url is not None and not is_url(args.env_url):
-        return environment_factory(args.env_url)
+        return environment_factory(args.env_url, args.program.isolation)
     if args.env_url is not None:
         url, keys, timeouts = args.env_url, (args.observation_key, args.action_key), args.limits.env
         return lambda task: OpenEnvEnvironment(

@@ -142,6 +142,14 @@ def test_the_environment_judges_each_end_of_the_policy(
     assert (episode.reason, episode.reward, judge.answers) == (reason, reward, answers), episode.error
 
 
+def test_a_run_without_a_token_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    agent = installed(script(tmp_path, "print('no server'); sys.exit(7)"))
+    result = run(agent, reward=lambda episode: 1.0)
+    assert result.trajectories == [] and [e.reason for e in result.episodes] == [StopReason.AGENT_ERROR]
+    assert "None of the 1 episodes has a recorded token. Episode 0-0-0 ended as agent_error" in caplog.text
+    assert "exit code 7" in caplog.text and "no server" in caplog.text
+
+
 def test_a_recipe_that_cannot_read_the_answer_says_so(tmp_path: Path) -> None:
     def broken(stdout: str, read: Any) -> str:
         return str(json.loads(stdout)["result"])

@@ -27,9 +27,19 @@ from tests.rollout.agents.common import (
     wait_for,
 )
 from tests.rollout.fake_sessions import OWNER_KEY, fake_server
+from verl_server.rollout.agents.ends import End, own_end
 from verl_server.rollout.agents.gateway import EnvironmentGateway, Referee
-from verl_server.rollout.agents.program import PlaceError, check_program, probe_program, program_place, run_program
+from verl_server.rollout.agents.program import (
+    PlaceError,
+    ProgramExit,
+    check_program,
+    probe_program,
+    program_place,
+    run_program,
+)
 from verl_server.rollout.agents.types import AgentSession, AgentTask
+from verl_server.rollout.faults import FAULTS
+from verl_server.rollout.trajectory import Fault, StopReason
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +379,19 @@ except OSError as error:
     print("refused", error)
 """
     exit = play_isolated(code, tmp_path, limits=limits)
-    assert (exit.code == -9 and "AgentLimits.processes" in exit.output) or "refused" in exit.output, exit
+    if os.geteuid() != 0:  # the kernel refuses the next process, and the program says so
+        assert "refused" in exit.output, exit
+        return
+    assert exit.code == -9 and "AgentLimits.processes" in exit.exceeded, exit
+
+    async def ended() -> End:
+        agent: asyncio.Future[ProgramExit] = asyncio.get_running_loop().create_future()
+        agent.set_result(exit)
+        return own_end(agent, "http://server")
+
+    end = asyncio.run(ended())
+    assert (end.reason, FAULTS[end.reason]) == (StopReason.AGENT_ERROR, Fault.POLICY)
+    assert end.error is not None and end.error.startswith("The program had more than 40 processes")
 
 
 def test_limits_hold_for_the_program(tmp_path: Path) -> None:
@@ -458,6 +480,8 @@ except Exception as error:
 
 def test_a_probe_runs_the_program_once() -> None:
     assert probe_program(sys.executable, isolation="bubblewrap").startswith("Python 3.")
+    code = "import sys; print('a warning', file=sys.stderr, flush=True); print('1.2.3\\nmore')"
+    assert probe_program(sys.executable, isolation="bubblewrap", arguments=["-c", code]) == "1.2.3"
     with pytest.raises(ValueError, match="exit code"):
         probe_program("/bin/false", isolation="bubblewrap")
 

@@ -15,10 +15,11 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from tests.rollout.agents.common import FAST, Echo, is_alive, program, run, says_number, wait_for
+from tests.rollout.agents.common import FAST, Echo, is_alive, needs_bubblewrap, program, run, says_number, wait_for
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer
 from verl_server.rollout.agents.gateway import EnvironmentGateway, Referee
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
+from verl_server.rollout.environments.isolation import Isolation
 from verl_server.rollout.trajectory import StopReason
 
 _PLAY = """
@@ -50,6 +51,28 @@ def test_every_end_of_a_program_is_recorded(code: str, reason: StopReason, rewar
     (episode,) = run(program(code), reward="exit", limits=limits).episodes
     assert (episode.reason, episode.reward) == (reason, reward), episode.error
     assert says in (episode.error or "")
+
+
+@pytest.mark.parametrize("isolation", ["none", "bubblewrap"])
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [
+        ("while time.monotonic() < end: pass", StopReason.DONE),
+        ("time.sleep(600)", StopReason.IDLE),
+    ],
+)
+def test_a_program_that_computes_is_not_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: Isolation, work: str, reason: StopReason
+) -> None:
+    """A child of the program computes for twice the time after which the episode would end as idle."""
+    if isolation == "bubblewrap":
+        needs_bubblewrap()
+    monkeypatch.chdir(tmp_path)
+    child = f"import time; end = time.monotonic() + 4.0\n{work}"
+    code = f"import subprocess; subprocess.run([sys.executable, '-I', '-S', '-c', {child!r}], check=True)"
+    limits = dataclasses.replace(FAST, seconds=30.0, idle_seconds=2.0)
+    (episode,) = run(program(code), reward="exit", limits=limits, isolation=isolation).episodes
+    assert episode.reason is reason, episode.error
 
 
 def test_a_program_that_does_not_start_is_an_error_of_the_agent(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-from aiohttp import web
+import pytest
+from aiohttp import ClientConnectionResetError, web
 
 from verl_server.rollout.agents.uplink import MOST_CONNECTIONS, SESSION_REQUESTS, Traffic, uplink
 
@@ -18,7 +20,7 @@ _CHAT = "/v1/chat/completions"
 
 @contextlib.asynccontextmanager
 async def _server(handle: Callable[[web.BaseRequest], Awaitable[Any]], port: int = 0) -> AsyncIterator[int]:
-    http = web.Server(handle)
+    http = web.Server(handle, handler_cancellation=True)
     server = await asyncio.get_running_loop().create_server(http, "127.0.0.1", port)
     try:
         yield server.sockets[0].getsockname()[1]
@@ -123,6 +125,41 @@ def test_the_end_of_the_last_generation_is_known(tmp_path: Path) -> None:
             assert (traffic.last_status, traffic.generations, traffic.requests) == (0, 5, 6)
 
     _run(main())
+
+
+@pytest.mark.parametrize("is_writing", [True, False])
+def test_a_program_that_leaves_ends_its_generation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_writing: bool
+) -> None:
+    """The program closes its connection while the uplink writes to it, or waits for the server."""
+    ended = asyncio.Event()
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer._payload_writer.write(b"1")  # type: ignore[union-attr]  # `write` itself is replaced
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return answer
+
+    async def write(self: web.StreamResponse, data: bytes) -> None:
+        raise ClientConnectionResetError("Cannot write to closing transport")
+
+    async def main() -> None:
+        async with _server(handle) as port, _client(tmp_path, f"http://127.0.0.1:{port}/s/K") as (client, traffic):
+            if is_writing:
+                monkeypatch.setattr(web.StreamResponse, "write", write)
+            async with client.stream("POST", _CHAT, content=b"{}") as answer:
+                async for part in answer.aiter_raw():
+                    assert part == b"1" and not is_writing
+                    break
+            await ended.wait()
+            assert (traffic.generations, traffic.last_status, traffic.last_error) == (1, 200, "")
+
+    _run(main())
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_server_that_is_away_is_tried_again_with_the_whole_body(tmp_path: Path) -> None:

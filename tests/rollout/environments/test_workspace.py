@@ -284,9 +284,28 @@ def test_outside_of_an_episode() -> None:
 
 def test_the_environment_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *args, **options: None)
-    with pytest.raises(BadRequestError, match="bubblewrap"):
+    with pytest.raises(BadRequestError, match=r"bubblewrap.*--isolation none"):
         environment_named("workspace")
     assert has_reward("workspace")
+
+
+def test_checks_without_isolation_are_said_aloud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "/nothing")  # no bubblewrap
+    make = environment_named("workspace", "none")
+    assert "without isolation" in caplog.text
+    environment = make(shell("true"))
+    assert isinstance(environment, WorkspaceEnvironment)
+
+    async def play() -> Any:
+        await environment.reset(0)
+        try:
+            return await environment.step("")
+        finally:
+            await environment.close()
+
+    assert asyncio.run(play())[1] == 1.0
 
 
 @needs_bwrap

@@ -6,9 +6,10 @@ COMMAND. The limits hold for the program and its descendants. Each connection to
 network is one connection to SOCKET, which `uplink.py` serves outside. Bytes pass unchanged, both directions close on
 their own, and a slow reader stops its writer.
 
-A line of JSON goes to the descriptor 200 for "started", "code" and "failed". The launcher reads it, and the program
-does not have it: so the launcher knows a fault of the isolation from one of the program. SIGTERM is for the program, to
-which the launcher sends it, too. The bridge ends when the program has ended, and the sandbox ends with the bridge.
+A line of JSON goes to the descriptor 200 for "started", "exceeded", "code" and "failed". The launcher reads it, and the
+program does not have it: so the launcher knows a fault of the isolation from one of the program. SIGTERM is for the
+program, to which the launcher sends it, too. The bridge ends when the program has ended, and the sandbox ends with the
+bridge.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> int:
     while code is None:
         relay.step(None if watched is None else _LOOK_SECONDS)
         if watched is not None and _processes() > watched:
-            print(f"\nThe program had more than {watched} processes (AgentLimits.processes).", file=sys.stderr)
+            _say({"exceeded": f"The program had more than {watched} processes (AgentLimits.processes)."})
             os.kill(-1, signal.SIGKILL)  # everything in the sandbox except for this process and the first one
         code = program.poll()
     _say({"code": code})

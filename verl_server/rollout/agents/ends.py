@@ -39,6 +39,9 @@ def _exit_end(exit: Exit) -> End:
     lines = "\n".join(exit.output.splitlines()[-10:])
     if exit.isolation_failed:
         return End(StopReason.ISOLATION_FAILED, f"{exit.error}\n{lines}".strip(), output=exit.output)
+    if exit.exceeded:
+        error = f"{exit.exceeded} Its last lines:\n{lines}"
+        return End(StopReason.AGENT_ERROR, error, exit_code=exit.code, output=exit.output)
     if exit.code == 0:
         return End(StopReason.DONE, exit_code=0, output=exit.output)
     if exit.launcher_was_killed:

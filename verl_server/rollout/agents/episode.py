@@ -45,6 +45,7 @@ from verl_server.rollout.environment import EnvError
 from verl_server.rollout.environment_ends import is_away
 from verl_server.rollout.environments.isolation import Isolation
 from verl_server.rollout.faults import FaultRules
+from verl_server.rollout.program_load import ProgramLoad
 from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.trajectory import Fault, StopReason
 
@@ -201,7 +202,8 @@ class AgentPlayer:
         )
         run = client.run
         agent = asyncio.ensure_future(self._run_agent(session, episode, referee))
-        activity = asyncio.ensure_future(self._watched(client, created.id, referee))
+        log = self.logs / f"{episode.name}.log"
+        activity = asyncio.ensure_future(self._watched(client, created.id, referee, log))
         waits: list[asyncio.Future[Any]] = [agent, activity] + ([referee.fault] if referee is not None else [])
         try:
             await asyncio.wait(waits, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -276,8 +278,8 @@ class AgentPlayer:
             end.error = f"The server ended meanwhile, or its weights were replaced. {end.error}"
         return end
 
-    async def _watched(self, client: SessionsClient, session_id: str, referee: Referee | None) -> End:
-        """Return when the agent is idle for too long, or its session is lost.
+    async def _watched(self, client: SessionsClient, session_id: str, referee: Referee | None, log: Path) -> End:
+        """Return when the agent is idle for too long, or its session is lost. A program that computes is not idle.
 
         Return, too, when the session has no turn or no token left and a program does not end, which may try again for
         minutes. A full context is no such limit, because a program may go on with a shorter history.
@@ -285,6 +287,7 @@ class AgentPlayer:
         idle = self.limits.idle_seconds
         seen: Any = None
         active = answered = time.monotonic()
+        load = ProgramLoad(log)
         while True:
             await asyncio.sleep(min(5.0, idle / 4, LIMIT_SECONDS))
             now = time.monotonic()
@@ -310,10 +313,13 @@ class AgentPlayer:
                 seen, active = facts, now
             elif used_up is not None and now - active >= LIMIT_SECONDS:
                 return End(used_up, f"The program did not end within {LIMIT_SECONDS:.3g} s after its last generation.")
+            elif now - active >= idle / 2 and await asyncio.to_thread(load.is_busy):
+                active = now
             elif now - active >= idle:
                 return End(
                     StopReason.IDLE,
-                    f"No generation and no call of the environment for {idle:.3g} s (AgentLimits.idle_seconds).",
+                    f"No generation, no call of the environment and no work for {idle:.3g} s "
+                    "(AgentLimits.idle_seconds).",
                 )
 
     # -- the end --------------------------------------------------------------------------------------------

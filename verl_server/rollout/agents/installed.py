@@ -27,8 +27,7 @@ from verl_server.rollout.agents.recipes.recipe import Place, Recipe
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask, Served
 from verl_server.rollout.environments.installation import installation_of
 from verl_server.rollout.environments.isolation import Isolation, check_isolation
-from verl_server.rollout.left_files import remove_left
-from verl_server.rollout.scratch import private_folder
+from verl_server.rollout.scratch import private_folder, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,8 @@ class ProgramOptions:
     """Path of the program of a recipe (--agent NAME). Default: the one on PATH."""
     isolation: Isolation | None = None
     """`bubblewrap` runs an agent's program without your files, and with no network but its session; `none` lets it do
-    all that you can. Default: bubblewrap for a recipe, none for a command."""
+    all that you can. Default: bubblewrap for a recipe, none for a command. The checks of --environment workspace run in
+    bubblewrap unless `none` is named here."""
     readable: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Folder that the program may read inside of bubblewrap, beside the system's and its own. May be repeated."""
 
@@ -190,7 +190,7 @@ class InstalledAgent:
         async with contextlib.AsyncExitStack() as stack:
             if workspace is None:
                 workspace = private_folder("workspace")
-                stack.push_async_callback(asyncio.to_thread, remove_left, workspace)
+                stack.push_async_callback(asyncio.to_thread, remove_folder, workspace)
             offered = await stack.enter_async_context(
                 program_place(
                     session,

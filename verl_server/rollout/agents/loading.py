@@ -23,9 +23,17 @@ from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentTask, EnvironmentFactory
 from verl_server.rollout.environments.env_factory import load_function, load_module
-from verl_server.rollout.environments.named import command_words, environment_named, has_reward, is_named
+from verl_server.rollout.environments.isolation import Isolation
+from verl_server.rollout.environments.named import (
+    check_options,
+    command_words,
+    environment_named,
+    has_reward,
+    is_named,
+)
 
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
+_TASK_KEYS = {"seed", "input", "environment"}
 
 
 def load_agent(
@@ -79,9 +87,12 @@ def _recipe(word: str) -> Recipe | None:
     return found if isinstance(found, Recipe) else None
 
 
-def environment_factory(name: str) -> EnvironmentFactory:
-    """Return the factory of a named environment, which takes each task's own options."""
-    make = environment_named(name)
+def environment_factory(name: str, isolation: Isolation | None = None) -> EnvironmentFactory:
+    """Return the factory of a named environment, which takes each task's own options.
+
+    `isolation` is that of the checks of `workspace`. None: bubblewrap, also for an agent without isolation.
+    """
+    make = environment_named(name, isolation or "bubblewrap")
     return lambda task: make(task.environment)
 
 
@@ -118,23 +129,37 @@ def load_reward(text: str | None, agent: Agent, environment: EnvironmentFactory 
     return load_function(text, "reward")
 
 
-def read_tasks(path: Path, option: str = "--tasks") -> list[AgentTask]:
-    """Return one task for each line of a JSONL file, which `option` names.
+def read_tasks(path: Path, option: str = "--tasks", environment: str | None = None) -> list[AgentTask]:
+    """Return one task for each line of a JSONL file, which `option` names. `environment` names their environment.
 
-    Raise BadRequestError if a line is no task, or there is none.
+    Raise BadRequestError, which names the line, if a line is no task or is wrong for the environment, or if there is
+    none.
     """
     try:
-        tasks = [_task(line, where, i) for i, (where, line) in enumerate(numbered_lines(path)) if line.strip()]
+        lines = enumerate(numbered_lines(path))
+        tasks = [(where, _task(line, where, i)) for i, (where, line) in lines if line.strip()]
     except BadRequestError as error:
         named = ", reasoning-gym:NAME or textarena:NAME" if option == "--tasks" else ""
         raise BadRequestError(f"{error}. {option} is FILE.jsonl with one task a line{named}.") from None
     if not tasks:
         raise BadRequestError(f"{path} has no tasks.")
-    return tasks
+    if environment is not None:
+        for where, task in tasks:
+            _check_task(task, where, environment)
+    return [task for _, task in tasks]
+
+
+def _check_task(task: AgentTask, where: str, environment: str) -> None:
+    try:
+        check_options(environment, task.environment)
+    except BadRequestError as error:
+        others = sorted(task.input.keys() - _TASK_KEYS) if isinstance(task.input, dict) else []
+        hint = f" All of the line is the task's input, because of its key {others[0]!r:.100}." if others else ""
+        raise BadRequestError(f"{where}: {error}{hint}") from None
 
 
 def _task(line: bytes, where: str, seed: int) -> AgentTask:
     """Return the task of a line. If the line is only an input, `seed` is the task's seed."""
     content = parse_json(line, where)
-    is_task = isinstance(content, dict) and bool(content) and content.keys() <= {"seed", "input", "environment"}
+    is_task = isinstance(content, dict) and bool(content) and content.keys() <= _TASK_KEYS
     return convert(content, AgentTask, where) if is_task else AgentTask(seed=seed, input=content)

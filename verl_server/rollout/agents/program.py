@@ -20,14 +20,15 @@ from typing import Any
 import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.files.trees import read_below
 from verl_server.ipc.descriptors import raise_descriptor_limit
+from verl_server.rollout.agents.starting import starting
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask
 from verl_server.rollout.agents.uplink import ENVIRONMENT_REQUESTS, SESSION_REQUESTS, Traffic, uplink
 from verl_server.rollout.environments.installation import installation_of, visible_path
 from verl_server.rollout.environments.isolation import Isolation, check_isolation, isolated_program
 from verl_server.rollout.launched import Exit, Program, kill_marked, launch
-from verl_server.rollout.left_files import read_left, remove_left
-from verl_server.rollout.scratch import private_folder
+from verl_server.rollout.scratch import private_folder, remove_folder
 
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _SESSION_PORT, _ENVIRONMENT_PORT = 30000, 30001
@@ -155,11 +156,11 @@ class ProgramPlace:
             path.write_text(text)
 
     def read(self, name: str, most: int = 4 * 2**20) -> str | None:
-        """Return the text of a file below HOME after the program's end, at most `most` bytes.
+        """Return the text of a file below HOME after the program's end.
 
-        None if there is no such file, or if the program put a link or a pipe there.
+        None if there is no such file, if it has more than `most` bytes, or if the program put a link or a pipe there.
         """
-        data = read_left(self.folder / "home", name, most)
+        data = read_below(self.folder / "home", name, most)
         return None if data is None else data.decode(errors="replace")
 
     async def run(
@@ -190,21 +191,21 @@ class ProgramPlace:
                 return ProgramExit(None, "", str(error), isolation_failed=True, traffic=self.traffic)
             variables |= {"PATH": path, "TZ": variables.get("TZ", "UTC")}
             bounds, cwd = {}, "/"
-        exit = await launch(
-            Program(
-                argv=list(argv),
-                cwd=cwd,
-                env=variables,
-                limits=bounds,
-                log=log,
-                log_bytes=limits.log_bytes,
-                grace=limits.kill_grace,
-                stdin=stdin,
-                stdout=None if stdout_bytes is None else self.folder / "stdout",
-                stdout_bytes=stdout_bytes or 0,
-                is_isolated=self.sandbox is not None,
-            )
+        program = Program(
+            argv=list(argv),
+            cwd=cwd,
+            env=variables,
+            limits=bounds,
+            log=log,
+            log_bytes=limits.log_bytes,
+            grace=limits.kill_grace,
+            stdin=stdin,
+            stdout=None if stdout_bytes is None else self.folder / "stdout",
+            stdout_bytes=stdout_bytes or 0,
+            is_isolated=self.sandbox is not None,
         )
+        async with contextlib.nullcontext() if self.traffic is None else starting(self.traffic):
+            exit = await launch(program)
         if exit.launcher_was_killed and self.sandbox is None:  # a sandbox ends with its launcher
             await asyncio.to_thread(kill_marked, f"HOME={self.home}")
         return ProgramExit(**vars(exit), traffic=self.traffic)
@@ -240,7 +241,7 @@ async def program_place(
     async with contextlib.AsyncExitStack() as stack:
         try:
             folder = private_folder("agent").resolve()
-            stack.push_async_callback(asyncio.to_thread, remove_left, folder)
+            stack.push_async_callback(asyncio.to_thread, remove_folder, folder)
             for name in ("home", "tmp", "sockets"):
                 (folder / name).mkdir(mode=0o700)
             if isolation == "none":

@@ -261,6 +261,8 @@ async def arun_agents(
                 folder.write_summary(clock(), len(places))
     trajectories = folder.trajectories() if folder is not None else run.trajectories
     trajectories.sort(key=lambda t: (t.task.group, t.member, t.branch))
+    if run.episodes and not trajectories:
+        _warn_of_nothing(run.episodes)
     return AgentRun(run.episodes, trajectories, clock())
 
 
@@ -391,6 +393,15 @@ def _name(function: Any) -> str:
     """Return the module and name of a function for run.json, or the `repr` of an object without addresses."""
     name = getattr(function, "__qualname__", None)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(function)) if name is None else f"{function.__module__}:{name}"
+
+
+def _warn_of_nothing(episodes: Sequence[AgentEpisode]) -> None:
+    """Log why there is nothing to train on, which a caller who looks at the trajectories alone would not see."""
+    first = next((episode for episode in episodes if episode.error), episodes[0])
+    logger.warning(
+        "None of the %d episodes has a recorded token. Episode %s ended as %s: %s",
+        *(len(episodes), first.name, first.reason, first.error or "it asked for no generation"),
+    )
 
 
 def _note_version(folder: RunFolder, agent: InstalledAgent) -> None:

@@ -70,7 +70,8 @@ class AgentLimits:
     seconds: float = 3600.0
     """Time for the episode, which then ends as TIME_LIMIT."""
     idle_seconds: float = 600.0
-    """Time without a generation and without a call of the environment. The episode ends as IDLE."""
+    """Time without a generation, without a call of the environment, and without work of a program (a tenth of a core,
+    such as a compiler needs). The episode ends as IDLE."""
     environment_seconds: float = 60.0
     """Time for one call of the environment. The episode ends as ENV_TIMEOUT."""
     reward_seconds: float = 60.0

@@ -15,8 +15,8 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -63,9 +63,12 @@ class Traffic:
     generations: int = 0
     """Generations that were asked for."""
     last_status: int | None = None
-    """Status of the generation that ended last. 0: its connection was lost, or the server stayed away. None: none."""
+    """Status of the generation that ended last. 0: its connection was lost, or the server stayed away. None: none.
+    A generation that the program left before its answer began does not count."""
     last_error: str = ""
     """Text of that answer if its status is an error."""
+    on_request: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    """Called at each request, before it is handed on."""
 
     def _ended(self, status: int, error: str) -> None:
         self.last_status, self.last_error = status, error
@@ -140,6 +143,7 @@ class _Proxy:
     traffic: Traffic
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.traffic.on_request()
         path, _, query = request.raw_path.partition("?")
         if path == "/" and request.method in ("GET", "HEAD"):  # programs look whether anybody is there
             return web.Response(text="")
@@ -158,11 +162,16 @@ class _Proxy:
                 self.traffic._ended(0, text)
             return _error(503, text)
         answer = web.StreamResponse(status=upstream.status, reason=upstream.reason)
-        async with upstream:
-            said = await _handed_on(upstream, request, answer)
-        if is_generation:
-            status = 0 if said is None else upstream.status
-            self.traffic._ended(status, "The server closed the connection." if said is None else said)
+        status, said = upstream.status, bytearray()
+        try:
+            if not await _handed_on(upstream, request, answer, said):
+                status, said[:] = 0, b"The server closed the connection."
+        except ConnectionError as left:  # a program may end as soon as it has what it waited for
+            logger.debug("The program closed the connection of %s: %s", request.path, left)
+        finally:
+            upstream.close()  # a server generates no further for a client that has left
+            if is_generation:
+                self.traffic._ended(status, said.decode(errors="replace")[:_MOST_ERROR_CHARACTERS])
         return answer
 
     async def _sent(self, request: web.BaseRequest, path: str) -> aiohttp.ClientResponse:
@@ -192,16 +201,16 @@ def _is_dropped(name: str) -> bool:
 
 
 async def _handed_on(
-    upstream: aiohttp.ClientResponse, request: web.BaseRequest, answer: web.StreamResponse
-) -> str | None:
-    """Hand on an answer in the pieces in which it arrives. Return the text of an error, "" if it is none.
+    upstream: aiohttp.ClientResponse, request: web.BaseRequest, answer: web.StreamResponse, error: bytearray
+) -> bool:
+    """Hand on an answer in the pieces in which it arrives, and add it to `error` if its status is an error.
 
-    Return None if the answer broke: the client sees a closed connection, too.
+    Return False if the answer broke: the client sees a closed connection, too. Raise ConnectionError if the client has
+    closed the connection.
     """
     for name, value in upstream.headers.items():
         if name.lower() not in _NOT_RETURNED:
             answer.headers.add(name, value)
-    error = bytearray()
     await answer.prepare(request)
     while True:
         try:
@@ -210,14 +219,14 @@ async def _handed_on(
             logger.debug("The answer of %s broke: %s", request.path, lost)
             if request.transport is not None:
                 request.transport.abort()
-            return None
+            return False
         if not data:
             break
         if upstream.status >= 400 and len(error) < _MOST_ERROR_CHARACTERS:
             error += data
         await answer.write(data)
     await answer.write_eof()
-    return error.decode(errors="replace")[:_MOST_ERROR_CHARACTERS]
+    return True
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -8,18 +8,24 @@ server), `code` (the isolated tool run_python), and `workspace` (a folder for an
 
 from __future__ import annotations
 
+import logging
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from verl_server.errors import BadRequestError
 from verl_server.rollout.environments import verifiers
 from verl_server.rollout.environments.code_tool import CodeTool
-from verl_server.rollout.environments.isolation import check_isolation
+from verl_server.rollout.environments.isolation import Isolation, check_isolation
 from verl_server.rollout.environments.mcp_tools import McpTools
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.environments.reasoning_gym import ReasoningGymEnvironment, check_reasoning_gym
 from verl_server.rollout.environments.text import MakeEnvironment
 from verl_server.rollout.environments.textarena import TextArenaEnvironment, check_textarena
 from verl_server.rollout.environments.workspace import WorkspaceEnvironment
+from verl_server.rollout.environments.workspace_task import read_workspace
+
+logger = logging.getLogger(__name__)
 
 _FAMILIES = ("reasoning-gym:", "textarena:", verifiers.FAMILY)
 
@@ -47,8 +53,18 @@ def has_reward(text: str) -> bool:
     return text != "code" and not text.startswith("mcp:")
 
 
-def environment_named(text: str) -> MakeEnvironment:
-    """Return the factory of an environment. Raise BadRequestError if the package, or the name in it, does not exist."""
+def check_options(text: str, options: Mapping[str, Any]) -> None:
+    """Raise BadRequestError if a task's options for the named environment are wrong, as far as that can be known."""
+    if text == "workspace":
+        read_workspace(options)
+
+
+def environment_named(text: str, isolation: Isolation = "bubblewrap") -> MakeEnvironment:
+    """Return the factory of an environment.
+
+    `isolation` is that of the checks of `workspace`. Raise BadRequestError if the package, or the name in it, does not
+    exist, or if this machine cannot isolate what the environment runs.
+    """
     if verifiers.is_verifiers(text):
         raise BadRequestError(f"{text!r} is played by its own code: name it with --tasks, and no --agent.")
     family, _, name = text.partition(":")
@@ -72,8 +88,13 @@ def environment_named(text: str) -> MakeEnvironment:
         check_isolation("bubblewrap")
         return lambda options: CodeTool(**options)
     if text == "workspace":
-        check_isolation("bubblewrap")
-        return WorkspaceEnvironment
+        check_isolation(isolation)
+        if isolation == "none":
+            logger.warning(
+                "The checks of the workspaces run without isolation: code that the policy wrote can read, change and "
+                "send all that this user can. --isolation bubblewrap keeps it apart."
+            )
+        return lambda options: WorkspaceEnvironment(options, isolation=isolation)
     if is_url(text):
         return lambda options: OpenEnvEnvironment(text, **options)
     raise BadRequestError(

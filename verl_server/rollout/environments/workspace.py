@@ -9,7 +9,6 @@ policy owns the folder until then: nothing in it is trusted, and whatever its co
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import sys
@@ -20,16 +19,14 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from verl_server.errors import BadRequestError
-from verl_server.files.trees import TreeBounds, TreeError, copy_tree, read_below, remove_tree, write_below
+from verl_server.files.trees import TreeBounds, TreeError, copy_tree, read_below, write_below
 from verl_server.rollout.environment import EnvError
 from verl_server.rollout.environments.installation import installation_of
 from verl_server.rollout.environments.isolation import Isolation, check_isolation, isolated_program
 from verl_server.rollout.environments.text import WithoutTools
 from verl_server.rollout.environments.workspace_task import CHECK_PATH, read_workspace
 from verl_server.rollout.launched import Program, launch
-from verl_server.rollout.scratch import private_folder
-
-logger = logging.getLogger(__name__)
+from verl_server.rollout.scratch import private_folder, remove_folder
 
 T = TypeVar("T")
 
@@ -120,7 +117,7 @@ class WorkspaceEnvironment(WithoutTools):
             await asyncio.gather(self._work, return_exceptions=True)
         root, self._root = self._root, None
         if root is not None:
-            await asyncio.to_thread(_removed, root)
+            await asyncio.to_thread(remove_folder, root)
 
     @property
     def _own(self) -> Path:
@@ -248,10 +245,3 @@ def _report(end: str, log: Path) -> str:
     kept = output[-_REPORT_CHARACTERS:]
     name = "Its output" if len(kept) == len(output) else "The end of its output"
     return f"{end} {name}:\n{kept}" if kept.strip() else f"{end} It wrote nothing."
-
-
-def _removed(root: Path) -> None:
-    try:
-        remove_tree(root)
-    except OSError as error:
-        logger.warning("The workspace %s was not removed: %s. Remove it by hand.", root, error)
