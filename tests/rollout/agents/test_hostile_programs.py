@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.agents.common import needs_bubblewrap, play_isolated, wait_for
-from verl_server.rollout.agents import bridge as bridge_module
 from verl_server.ipc.sockets import free_port
+from verl_server.rollout.agents import bridge as bridge_module
 from verl_server.rollout.environments.isolation import isolated
 
 _CHANGEABLE = """

@@ -83,9 +83,9 @@ def test_bodies_pass_as_they_are(tmp_path: Path) -> None:
 
     async def serve() -> None:
         packed = gzip.compress(b"x" * 1_000_000)
-        async with _server(handle, auto_decompress=False) as port:
-            async with _client(tmp_path, f"http://127.0.0.1:{port}/s/KEY") as (client, _):
-                await client.post(_CHAT, content=packed, headers={"Content-Encoding": "gzip"})
+        serving = _server(handle, auto_decompress=False)
+        async with serving as port, _client(tmp_path, f"http://127.0.0.1:{port}/s/KEY") as (client, _):
+            await client.post(_CHAT, content=packed, headers={"Content-Encoding": "gzip"})
         assert seen == [("gzip", packed)]
 
     _run(serve())
