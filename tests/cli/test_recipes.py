@@ -44,7 +44,7 @@ def test_a_run_of_a_recipe_in_a_file(fake: FakeServer, folder: Path, capsys: pyt
         (["--agent", "tools", "--program", "/bin/true"], "--program is for agents that are programs"),
         (["--agent", "codex --x", "--tool", "a:b"], "--tool and --system are for --agent tools"),
         (["--agent", "codex 'x"], "is not a command"),
-        (["--agent", "no-such-recipe"], "no program 'no-such-recipe'"),
+        (["--agent", "no-such-recipe"], "no recipe 'no-such-recipe'"),
         (["--agent", _RECIPE, "--program", "SCRIPT", "--isolation", "none"], "--reward is needed"),
         (
             ["--agent", _RECIPE, "--program", "SCRIPT", "--isolation", "none", "--reward", "exit"],
