@@ -45,7 +45,9 @@ _FOUND = "[] [] [False, False, False] [False, False] [404, 404, 404]"
 
 _FORGE = r"""
 mkdir -p ~/bin bin
-for name in python3 pytest sh; do printf '#!/bin/sh\nexit 0\n' > ~/bin/$name; chmod +x ~/bin/$name; cp ~/bin/$name .; done
+for name in python3 pytest sh; do
+  printf '#!/bin/sh\nexit 0\n' > ~/bin/$name; chmod +x ~/bin/$name; cp ~/bin/$name .
+done
 for name in conftest.py sitecustomize.py usercustomize.py os.py json.py evil.pth; do
   echo 'import os; os._exit(0)' > $name
 done
