@@ -33,8 +33,9 @@ def footprint(pids: Iterable[int]) -> dict[str, int]:
         status_lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         fields = {key: value.split() for key, _, value in (line.partition(":") for line in status_lines)}
         totals["threads"] += int(fields["Threads"][0])
-        totals["private_bytes"] += 1024 * int(fields["RssAnon"][0])
-        totals["shared_bytes"] += 1024 * int(fields["RssShmem"][0])
+        if "RssAnon" in fields:  # a process that has ended, and whose parent has not noticed yet, has no memory
+            totals["private_bytes"] += 1024 * int(fields["RssAnon"][0])
+            totals["shared_bytes"] += 1024 * int(fields["RssShmem"][0])
     totals["memfd_bytes"] = sum(shared.values())
     return totals
 

@@ -107,6 +107,12 @@ class SessionUnavailableError(ServerUnavailableError):
     """The server cannot continue a session now: its store is full, or its weights are not confirmed. Retry."""
 
 
+class SessionBusyError(SessionUnavailableError):
+    """As many generations run in the session as its limit permits: its own client asked for too many. Retry."""
+
+    status_code = 429
+
+
 class SessionError(VerlServerError):
     """A request of a session was refused. The session is unchanged."""
 

@@ -44,7 +44,7 @@ def test_a_run_of_a_recipe_in_a_file(fake: FakeServer, folder: Path, capsys: pyt
         (["--agent", "tools", "--program", "/bin/true"], "--program is for agents that are programs"),
         (["--agent", "codex --x", "--tool", "a:b"], "--tool and --system are for --agent tools"),
         (["--agent", "codex 'x"], "is not a command"),
-        (["--agent", "no-such-recipe"], "no program 'no-such-recipe'"),
+        (["--agent", "no-such-recipe"], "no recipe 'no-such-recipe'"),
         (["--agent", _RECIPE, "--program", "SCRIPT", "--isolation", "none"], "--reward is needed"),
         (
             ["--agent", _RECIPE, "--program", "SCRIPT", "--isolation", "none", "--reward", "exit"],
@@ -102,3 +102,18 @@ def test_each_recipe_is_found_by_its_name_and_starts_its_program(tmp_path: Path)
 def test_a_program_at_a_path_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_agent("./codex exec") == ["./codex", "exec"] and os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("claude -p", "the program of the recipe claude-code: write --agent claude-code"),
+        ("claude_code", r"Did you mean --agent claude-code\?"),
+        ("codx exec", r"no recipe 'codx'.*Did you mean --agent codex\?.*aider, claude-code"),
+        ("no-such-program", "no recipe 'no-such-program', and no program of this name on PATH"),
+    ],
+)
+def test_a_recipe_by_another_name_is_not_run_as_a_command(text: str, says: str) -> None:
+    with pytest.raises(BadRequestError, match=says):
+        load_agent(text)
+    assert load_agent("python agent.py") == ["python", "agent.py"]

@@ -25,6 +25,7 @@ from verl_server.errors import (
     ServerRestartedError,
     ServerStoppingError,
     ServerUnavailableError,
+    SessionBusyError,
     SessionNotFoundError,
     SessionUnavailableError,
     UnauthorizedError,
@@ -52,7 +53,7 @@ from verl_server.weight_version import WeightVersion, satisfies
 _RESTARTED = ServerRestartedError.__name__
 _BEHIND = VersionBehindError.__name__
 _STOPPING = ServerStoppingError.__name__
-_NOT_NOW = frozenset((SessionUnavailableError.__name__, _STOPPING))
+_NOT_NOW = frozenset((SessionUnavailableError.__name__, SessionBusyError.__name__, _STOPPING))
 """Refusals of a session's turn, of which nothing was done, and which the same server may accept later."""
 _MOST_LOSSES = 3
 """Servers that may be lost with a request in them. A request that ends servers must not end all of them."""

@@ -86,6 +86,7 @@ svg + .legend { margin: 12px 0 0; }
 .won { color: var(--green); } .lost { color: var(--red); }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid var(--line); vertical-align: top; }
+td:last-child { overflow-wrap: anywhere; }
 .bar { display: flex; align-items: center; gap: 10px; margin: 5px 0; font-size: 13.5px; }
 .bar span { width: 150px; } .bar i { height: 14px; border-radius: 3px; }
 dl { display: grid; grid-template-columns: 150px 1fr; gap: 6px 18px; margin: 0; font-size: 14px; }

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+<<<<<<< HEAD
 import logging
+=======
+import gzip
+>>>>>>> r2
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +23,15 @@ _CHAT = "/v1/chat/completions"
 
 
 @contextlib.asynccontextmanager
+<<<<<<< HEAD
 async def _server(handle: Callable[[web.BaseRequest], Awaitable[Any]], port: int = 0) -> AsyncIterator[int]:
     http = web.Server(handle, handler_cancellation=True)
+=======
+async def _server(
+    handle: Callable[[web.BaseRequest], Awaitable[Any]], port: int = 0, **options: Any
+) -> AsyncIterator[int]:
+    http = web.Server(handle, **options)
+>>>>>>> r2
     server = await asyncio.get_running_loop().create_server(http, "127.0.0.1", port)
     try:
         yield server.sockets[0].getsockname()[1]
@@ -70,6 +81,24 @@ def test_the_session_key_is_added_and_headers_of_callers_are_dropped(tmp_path: P
             assert not set(dropped) & set(headers)
 
     _run(main())
+
+
+def test_bodies_pass_as_they_are(tmp_path: Path) -> None:
+    """The runner does not unpack what a program has packed: 1 MB would become 1 GB."""
+    seen: list[tuple[str | None, bytes]] = []
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        seen.append((request.headers.get("Content-Encoding"), await request.content.read()))
+        return web.Response()
+
+    async def serve() -> None:
+        packed = gzip.compress(b"x" * 1_000_000)
+        serving = _server(handle, auto_decompress=False)
+        async with serving as port, _client(tmp_path, f"http://127.0.0.1:{port}/s/KEY") as (client, _):
+            await client.post(_CHAT, content=packed, headers={"Content-Encoding": "gzip"})
+        assert seen == [("gzip", packed)]
+
+    _run(serve())
 
 
 def test_events_arrive_as_the_server_sends_them(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from verl_server.errors import (
     BadRequestError,
     ContextLengthError,
     IdempotencyConflictError,
+    SessionBusyError,
     SessionEndedError,
     SessionExistsError,
     SessionLimitError,
@@ -221,8 +222,9 @@ def test_limits() -> None:
         assert opened.max_new_tokens == 5
         second = turns.begin(who, plan([1, 2, 3, 4]), None, b"")
         assert second.max_new_tokens == 4
-        with pytest.raises(SessionUnavailableError, match="max_concurrent=2"):
+        with pytest.raises(SessionBusyError, match="max_concurrent=2") as busy:
             turns.view(who)
+        assert busy.value.status_code == 429  # 503 would be a fault of the server
         turns.cancel(second)
         await turns.commit(opened, finished(plan([1, 2]), [1, 1]))
         assert turns.begin(who, plan([9], parent=0, kept=4), None, b"").max_new_tokens == 3

@@ -223,6 +223,8 @@ class _Relay:
 
     def _pause(self) -> None:
         """Accept no connection for a moment, so that this process does not spin without free descriptors."""
+        if self._is_paused:  # another port was ready at the same time
+            return
         self._is_paused = True
         for listening in self._listening:
             self._selector.unregister(listening)

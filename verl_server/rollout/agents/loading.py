@@ -6,9 +6,11 @@ cannot be resolved, they raise BadRequestError, which names the option.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +67,7 @@ def load_agent(
         options.check_function()
         return load_function(text, "agent")
     options.check_command()
+    _check_not_misnamed(words[0])
     return words
 
 
@@ -74,12 +77,35 @@ def recipe_names() -> list[str]:
     return sorted(name.replace("_", "-") for name in modules)
 
 
+def _check_not_misnamed(word: str) -> None:
+    """Raise BadRequestError if the program of a command was meant to be a recipe: it would run without isolation."""
+    if "/" in word:
+        return
+    of_program = [name for name in recipe_names() if _own(name).program == word]
+    if len(of_program) == 1:  # several have the program `python`, which is also that of many commands
+        raise BadRequestError(
+            f"{word!r} is the program of the recipe {of_program[0]}: write --agent {of_program[0]}. To run the program "
+            f"as a command of your own, name its path, such as {shutil.which(word) or f'./{word}'}."
+        )
+    if shutil.which(word) is None:
+        near = difflib.get_close_matches(word.replace("_", "-"), recipe_names(), 1)
+        meant = f"Did you mean --agent {near[0]}? " if near else ""
+        raise BadRequestError(
+            f"--agent: there is no recipe {word!r}, and no program of this name on PATH. {meant}The recipes are "
+            f"{', '.join(recipe_names())}."
+        )
+
+
+def _own(name: str) -> Recipe:
+    """Return a recipe of this package."""
+    recipe: Recipe = importlib.import_module(f"{recipes.__name__}.{name.replace('-', '_')}").RECIPE
+    return recipe
+
+
 def _recipe(word: str) -> Recipe | None:
     """Return the recipe that a word names, None if it is none of this package and names no `Recipe` of the user."""
     if word in recipe_names():
-        module = importlib.import_module(f"{recipes.__name__}.{word.replace('-', '_')}")
-        recipe: Recipe = module.RECIPE
-        return recipe
+        return _own(word)
     if not _FUNCTION.fullmatch(word):
         return None
     module, name = load_module(word, "agent", "FUNCTION")

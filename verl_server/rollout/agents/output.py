@@ -12,6 +12,7 @@ such a line are removed, and a line that was cut off is removed, too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -138,8 +139,11 @@ class RunFolder:
         self._replaces = False
         self.id = settings_id()
         """Name of the run: the first part of its sessions' groups."""
+        self.earlier: str | None = None
+        """Name of the run that was in the folder, whose sessions a killed runner may have left on the servers."""
         self._claim = claim_folder(folder)
         try:
+            self.earlier = self._stored_id()
             found = recorded(folder, also=() if self._run_file.exists() else ("summary.json", "report.html"))
             self._replaces = bool(found) and self._has_failures_only(found)
             if not found or self._replaces:
@@ -230,6 +234,13 @@ class RunFolder:
         summary = summarize_lines(self.lines()) | {"expected": expected, "seconds": seconds}
         _write(self.folder / "summary.json", summary)
         return summary
+
+    def _stored_id(self) -> str | None:
+        """Return the name of the agent run that is in the folder, None if there is none."""
+        with contextlib.suppress(BadRequestError):
+            if self._run_file.exists() and (stored := stored_settings(self._run_file)).get("command") == "run_agents":
+                return str(stored.get("run"))
+        return None
 
     def _has_failures_only(self, found: Sequence[str]) -> bool:
         """Return True if the files are of an agent run in which no attempt has a sampled token or a reward."""

@@ -235,8 +235,8 @@ async def arun_agents(
             stack.enter_context(memory_hidden())
         if folder is not None:
             folder.begin(await pool.models())
-        if resume:
-            await _delete_leftovers(pool, player.run)
+        if folder is not None and folder.earlier is not None:
+            await _delete_leftovers(pool, folder.earlier)
         stack.enter_context(_background(pool.watch()))
         spent = folder.replaced if folder is not None else Counter[tuple[int, int]]()
         left = Replacements(replacements, spent)

@@ -88,7 +88,11 @@ async def uplink(
     async with aiohttp_session(0, force_close=True, auto_decompress=False) as client:
         proxy = _Proxy(client, url.rstrip("/"), allowed, restart_timeout, traffic)
         http = web.Server(
-            proxy.answer, handler_cancellation=True, access_log=None, keepalive_timeout=_KEEP_ALIVE_SECONDS
+            proxy.answer,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=_KEEP_ALIVE_SECONDS,
+            auto_decompress=False,  # bodies pass as they are
         )
 
         def accepted() -> asyncio.BaseProtocol:

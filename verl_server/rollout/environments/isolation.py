@@ -24,9 +24,15 @@ from verl_server.errors import BadRequestError
 Isolation = Literal["bubblewrap", "none"]
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 _SYSTEM_OF_PROGRAMS = (
-    *(*_SYSTEM, "/lib32", "/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/etc/ca-certificates.conf"),
+    *(*_SYSTEM, "/lib32", "/etc/ca-certificates", "/etc/ca-certificates.conf"),
+    # Not all of /etc/ssl and /etc/pki: private keys of the machine are beside the certificates.
+    *("/etc/ssl/certs", "/etc/ssl/cert.pem", "/etc/ssl/openssl.cnf", "/etc/pki/ca-trust"),
+    *("/etc/pki/tls/certs", "/etc/pki/tls/cert.pem", "/etc/pki/tls/openssl.cnf"),
     *("/etc/localtime", "/etc/timezone", "/etc/mime.types", "/etc/magic", "/etc/services", "/etc/protocols"),
 )
+_PROC = ("--proc", "/proc", "--remount-ro", "/proc")
+"""If this process is root, the user of the sandbox is root for the kernel's settings in /proc/sys, such as the program
+that the kernel starts, outside of any sandbox, when a process crashes. Bubblewrap itself leaves them writable."""
 _ETC = Path(__file__).with_name("sandbox_etc")
 _BRIDGE = Path(__file__).parents[1] / "agents" / "bridge.py"
 _INSIDE = Path("/run/verl")
@@ -95,7 +101,7 @@ def isolated(argv: Sequence[str], isolation: Isolation) -> list[str]:
     binds = [word for path in dict.fromkeys(shown) if Path(path).exists() for word in ("--ro-bind", path, path)]
     binds = ["--tmpfs", "/tmp", *binds]  # in this order: an environment of Python may lie in /tmp
     separate = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
-    own = ["--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp"]
+    own = [*_PROC, "--dev", "/dev", "--chdir", "/tmp"]
     variables = ["--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
     return [_bwrap(), *separate, *binds, *own, *variables, "--", *argv]
 
@@ -142,7 +148,7 @@ def isolated_program(
             command += ["--ro-bind", name, name]
     for file in ("passwd", "group", "hosts", "nsswitch.conf", "gitconfig"):
         command += ["--ro-bind", str(_ETC / file), f"/etc/{file}"]
-    command += ["--proc", "/proc", "--dev", "/dev", *size, "--perms", "1777", "--tmpfs", "/dev/shm"]
+    command += [*_PROC, "--dev", "/dev", *size, "--perms", "1777", "--tmpfs", "/dev/shm"]
     command += [*size, "--perms", "1777", "--tmpfs", "/tmp"]
     command += _binds([*readable, *_python_files(python)], writable, hidden)
     for inside, outside in sorted((writable_at or {}).items()):

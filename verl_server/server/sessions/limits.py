@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from verl_server.errors import BadRequestError, ContextLengthError, SessionLimitError, SessionUnavailableError
+from verl_server.errors import BadRequestError, ContextLengthError, SessionBusyError, SessionLimitError
 from verl_server.messages.session_types import CreateSession, RewardBody
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.sessions.session import Session
@@ -106,7 +106,7 @@ def check_samples(session: Session, count: int) -> None:
 
 
 def check_turn(session: Session) -> None:
-    """Raise SessionLimitError if the session has no turn left, or SessionUnavailableError if too many run now."""
+    """Raise SessionLimitError if the session has no turn left, or SessionBusyError if too many run now."""
     limits = session.limits
     if limits.max_turns is not None and session.started >= limits.max_turns:
         session.limit = "max_turns"
@@ -115,7 +115,7 @@ def check_turn(session: Session) -> None:
         session.limit = "max_tokens"
         raise SessionLimitError(f"Session {session.id} has used its max_tokens={limits.max_tokens}.")
     if session.in_flight >= limits.max_concurrent:
-        raise SessionUnavailableError(
+        raise SessionBusyError(
             f"Session {session.id} has max_concurrent={limits.max_concurrent} generations running. Retry later."
         )
 
