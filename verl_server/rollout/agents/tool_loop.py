@@ -34,6 +34,8 @@ from verl_server.rollout.trajectory import StopReason
 DEFAULT_MAX_TURNS = 16
 _RETRY_SECONDS = 1.0
 """Pause before a request is repeated. The runner bounds the repetitions with `AgentLimits.restart_timeout`."""
+_REPEATED = (429, 503)
+"""Statuses with which a request is repeated: the session, or the server, takes no further request now."""
 _OPENING_TAGS = tuple({tool_format.open for tool_format in TOOL_FORMATS.values()})
 _OWN_FIELDS = ("model", "messages", "tools", "stream", "n")
 
@@ -161,13 +163,16 @@ class ToolLoop:
 
 
 async def _asked(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a chat request and return its choice. Repeat it while the server is away: the runner bounds the wait."""
+    """Send a chat request and return its choice.
+
+    Repeat it while the server is away, or the session is busy: the runner bounds the wait.
+    """
     headers = {"Idempotency-Key": secrets.token_hex(16)}
     while True:
         answer = None
         with contextlib.suppress(httpx.TransportError):
             answer = await client.post("/chat/completions", json=body, headers=headers)
-        if answer is None or answer.status_code == 503:
+        if answer is None or answer.status_code in _REPEATED:
             await asyncio.sleep(_RETRY_SECONDS)
             continue
         if _error_code(answer) == ContextLengthError.code:
