@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-<<<<<<< HEAD
-import logging
-=======
 import gzip
->>>>>>> r2
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -23,15 +20,10 @@ _CHAT = "/v1/chat/completions"
 
 
 @contextlib.asynccontextmanager
-<<<<<<< HEAD
-async def _server(handle: Callable[[web.BaseRequest], Awaitable[Any]], port: int = 0) -> AsyncIterator[int]:
-    http = web.Server(handle, handler_cancellation=True)
-=======
 async def _server(
     handle: Callable[[web.BaseRequest], Awaitable[Any]], port: int = 0, **options: Any
 ) -> AsyncIterator[int]:
-    http = web.Server(handle, **options)
->>>>>>> r2
+    http = web.Server(handle, handler_cancellation=True, **options)
     server = await asyncio.get_running_loop().create_server(http, "127.0.0.1", port)
     try:
         yield server.sockets[0].getsockname()[1]
