@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from verl_server.cli.interrupts import Interrupts
 from verl_server.cli.option_names import with_flags
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.command_options import parse_options
@@ -55,7 +56,7 @@ class AgentRolloutArgs:
     """Let an agent play tasks with a policy, each episode in a session that records its tokens.
 
     Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 2 for wrong options, 130
-    after Ctrl-C (--resume continues).
+    after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP (--resume continues).
     """
 
     agent: str | None = None
@@ -144,11 +145,13 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
         loaded: _Loaded = play, play.tasks(args.first_seed, args.groups or _GROUPS), None, "agent"
     else:
         loaded = _loaded(args, console)
+    interrupts = Interrupts()
     try:
-        asyncio.run(_played(args, servers, *loaded, console))
+        with interrupts.caught():
+            asyncio.run(_played(args, servers, *loaded, console))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"Interrupted. The same command with --resume continues {args.out}.", highlight=False)
-        return 130
+        return interrupts.exit_status
     finally:
         close_agent(loaded[0])
     summary = summarize_lines(read_lines(args.out / "episodes.jsonl"))

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
+from verl_server.cli.interrupts import Interrupts
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.files.command_options import parse_options
@@ -41,7 +42,7 @@ class RolloutArgs:
     claude-code, codex, opencode, aider, mini-swe-agent, openhands, smolagents.
 
     Exit status: 0 if an episode has a reward and a sampled token, else 1; 1 after an error, 2 for wrong options, 130
-    after Ctrl-C (--resume continues).
+    after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP (--resume continues).
     """
 
     server: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
@@ -137,11 +138,13 @@ def rollout(args: RolloutArgs) -> int:
     The exit status is 1 if no episode has both a reward and a sampled token.
     """
     with contextlib.closing(TrajectoryFile(args.out, run_settings(args), MAY_DIFFER, resume=args.resume)) as file:
+        interrupts = Interrupts()
         try:
-            return _rollout(args, file)
+            with interrupts.caught():
+                return _rollout(args, file)
         except KeyboardInterrupt:
             print(f"Interrupted. The same command with --resume continues {args.out}.", file=_report_of(file))
-            return 130
+            return interrupts.exit_status
 
 
 def _rollout(args: RolloutArgs, file: TrajectoryFile) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -72,6 +73,14 @@ class Traffic:
 
     def _ended(self, status: int, error: str) -> None:
         self.last_status, self.last_error = status, error
+        if status == 0 or status >= 500:
+            _warn_of_server(status, error[:500])
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_of_server(status: int, error: str) -> None:
+    """Log each kind of failure once: many programs may ask again and again for minutes."""
+    logger.warning("The server does not generate for programs now (status %d): %s", status, error)
 
 
 @contextlib.asynccontextmanager
