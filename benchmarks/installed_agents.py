@@ -3,10 +3,10 @@
     python -m benchmarks.installed_agents --device cuda --shape 0.6b --tokenizer FOLDER --program /usr/bin/claude
     python -m benchmarks.installed_agents --shape tiny --tokenizer FOLDER --episodes 4 --turns 3
 
-Starts one server with random weights, and lets `--episodes` episodes of `--agent` play at once through sessions, each
-in bubblewrap. A relay (`tests/programs/scripted.py`) forces the texts of the policy: calls of the shell, and an answer in
-the last one of `--turns` turns. A command prints `--output-bytes` random bytes, so no two episodes have one history. The
-runs are played with the prefix cache and without it, `--rounds` times after one that warms up. The figures:
+Starts one server with random weights. `--episodes` episodes of `--agent` play at once through sessions, each in
+bubblewrap. A relay (`tests/programs/scripted.py`) forces the texts of the policy: `--turns` - 1 calls of the shell, then
+an answer. A command prints `--output-bytes` random bytes, so no two episodes have one history. The runs are played
+with the prefix cache and without it, `--rounds` times after one that warms up. The figures:
 
 first_prompt     Tokens of the first prompt of an episode, in the tokenizer of the server.
 new_tokens       Median of the tokens that a later turn adds to its prompt.
