@@ -4,8 +4,8 @@
     python -m benchmarks.installed_agents --shape tiny --tokenizer FOLDER --episodes 4 --turns 3
 
 Starts one server with random weights. `--episodes` episodes of `--agent` play at once through sessions, each in
-bubblewrap. A relay (`tests/programs/scripted.py`) forces the texts of the policy: `--turns` - 1 calls of the shell, then
-an answer. A command prints `--output-bytes` random bytes, so no two episodes have one history. The runs are played
+bubblewrap. A relay (`tests/programs/scripted.py`) forces the texts of the policy: `--turns` - 1 calls of the shell,
+then an answer. A command prints `--output-bytes` random bytes, so no two episodes have one history. The runs are played
 with the prefix cache and without it, `--rounds` times after one that warms up. The figures:
 
 first_prompt     Tokens of the first prompt of an episode, in the tokenizer of the server.
