@@ -23,6 +23,7 @@ def start(place: Place) -> Start:
         "ANTHROPIC_MODEL": place.model,
         "ANTHROPIC_SMALL_FAST_MODEL": place.model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": place.model,
+        "CLAUDE_CODE_SUBAGENT_MODEL": place.model,
         "CLAUDE_CONFIG_DIR": str(place.home / ".claude"),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(place.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(place.max_output or place.context // 4),

@@ -32,6 +32,7 @@ enabled = false
 
 [features]
 goals = false
+unbounded_connection_retries = false
 
 [skills]
 include_instructions = false
