@@ -163,7 +163,7 @@ async def play(session, task):
     [
         (["--agent", "no_such_module:play"], "no module 'no_such_module'"),
         (["--agent", "json:no_such"], "has no function 'no_such'"),
-        (["--agent", "no-such-program x"], "no program 'no-such-program'"),
+        (["--agent", "no-such-program x"], "no recipe 'no-such-program', and no program of this name on PATH"),
         (["--tasks", "missing.jsonl"], "Cannot read missing.jsonl"),
         (["--tasks", "reasoning-gym:no_such"], "reasoning-gym has no task 'no_such'"),
         (["--groups", "5"], "fewer than --groups 5"),

@@ -80,7 +80,10 @@ PLACES: dict[str, tuple[list[str], str]] = {
     "agent module": (["--agent", "nomodule:f"], "name its file: PATH/TO/FILE.py:FUNCTION"),
     "agent file": (["--agent", "nofile.py:f"], "There is no file nofile.py"),
     "agent function": (["--agent", "json:nothing"], "has no function 'nothing'"),
-    "agent program": (["--agent", "no-such-program -x"], "There is no program 'no-such-program'"),
+    "agent program": (
+        ["--agent", "no-such-program -x"],
+        "there is no recipe 'no-such-program', and no program of this name on PATH",
+    ),
     "agent tool": (["--agent", "tools", "--tool", "nomodule:f"], "name its file: PATH/TO/FILE.py:FUNCTION"),
     "agent reward": (["--agent", "true", "--reward", "nofile.py:f"], "There is no file nofile.py"),
     "agent tasks": (["--agent", "true", "--tasks", "nofile.jsonl"], "Cannot read nofile.jsonl"),
@@ -122,7 +125,10 @@ TRAINER: dict[str, tuple[list[str], str]] = {
     "server": (["--env-url", NOWHERE, "--server", NOWHERE], f"No rollout server answers at --server {NOWHERE}: "),
     "out": (["--env-url", NOWHERE, "--out", "afile"], "afile cannot be a folder"),
     "resume": (["--env-url", NOWHERE, "--out", "empty", "--resume"], "There is nothing to resume in empty"),
-    "program": (["--agent", "no-such-program", "--tasks", "tasks.jsonl"], "There is no program 'no-such-program'"),
+    "program": (
+        ["--agent", "no-such-program", "--tasks", "tasks.jsonl"],
+        "there is no recipe 'no-such-program', and no program of this name on PATH",
+    ),
     "agent": (["--agent", "nomodule:f", "--tasks", "tasks.jsonl"], "PATH/TO/FILE.py:FUNCTION"),
     "tasks": (["--agent", "true", "--tasks", "nofile.jsonl"], "Cannot read nofile.jsonl"),
     "reward": (["--agent", "true", "--tasks", "tasks.jsonl", "--reward", "nofile.py:f"], "no file nofile.py"),

@@ -76,8 +76,8 @@ class AgentRolloutArgs:
     group_size: int = 1
     """Episodes of each group."""
     first_seed: int = 0
-    """Group i has the seed first_seed + i, which is the row of a task of verifiers. For `--tasks` that name an
-    environment: a line of a file has its own."""
+    """Group i has the seed first_seed + i. For `--tasks` that name an environment: a line of a file has its own, and of
+    verifiers it is the row."""
     environment: str | None = None
     """Environment of the tasks of a file: reasoning-gym:NAME, textarena:NAME, the URL of an OpenEnv server, mcp:URL or
     mcp:COMMAND (tools of an MCP server), or code (the tool run_python, isolated by bubblewrap)."""

@@ -347,7 +347,7 @@ class TrainArgs:
                 raise BadRequestError("--eval-file is for --agent with --tasks FILE.jsonl: remove it.")
             if self.program != ProgramOptions():
                 raise BadRequestError("--program, --isolation and --readable are for --agent: remove them.")
-            if self.env_url is not None and not is_url(self.env_url):
+            if self.env_url and not is_url(self.env_url):
                 raise BadRequestError(
                     f"--env-url {self.env_url} is no URL: the built-in loop plays environment servers. Serve it "
                     "(verl-server env serve), or play it with --agent."

@@ -230,7 +230,7 @@ def test_faults_end_their_own_episode_only(
     # Nothing is left behind.
     assert eventually(lambda: gauges(server) == before), gauges(server)
     assert processes(mark) == []
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.glob("**/*") if not path.name.startswith("verl-scratch-")] == []  # its root stays
     assert len(os.listdir("/proc/self/fd")) <= files
     left = httpx.get(f"{server.url}/sessions", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False).json()
     assert left["sessions"] == []
