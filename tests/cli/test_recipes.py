@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,11 @@ def test_a_run_of_a_recipe_in_a_file(fake: FakeServer, folder: Path, capsys: pyt
             ["--agent", _RECIPE, "--program", "SCRIPT", "--isolation", "none", "--reward", "exit"],
             "exits with 0 whatever",
         ),
-        (["--agent", _RECIPE, "--program", "SCRIPT", "--isolation", "none", "--environment", "code"], "has tools only"),
+        pytest.param(
+            ["--agent", _RECIPE, "--program", "SCRIPT", "--isolation", "none", "--environment", "code"],
+            "has tools only",
+            marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="the environment code needs bubblewrap"),
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused_with_the_remedy(

@@ -181,11 +181,11 @@ def _loaded(args: AgentRolloutArgs, console: Console) -> _Loaded:
     assert args.agent is not None
     agent = load_agent(args.agent, args.tool, args.system, args.limits.max_turns, args.program)
     tasks, environment = load_tasks(args)
+    if environment is not None:
+        check_playable(agent, args.environment or args.tasks, args.reward)
     if isinstance(agent, InstalledAgent):
         agent.check()
         console.print(f"Agent: {agent}.", highlight=False, markup=False, soft_wrap=True)
-    if environment is not None:
-        check_playable(agent, args.environment or args.tasks, args.reward)
     return agent, tasks, environment, load_reward(args.reward, agent, environment)
 
 

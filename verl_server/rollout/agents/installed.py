@@ -125,7 +125,6 @@ class InstalledAgent:
     @functools.cached_property
     def version(self) -> str:
         """The version that the program prints. Raise BadRequestError if the program cannot be run."""
-        check_isolation(self.isolation)
         _ = self.path
         for needed in self.recipe.needs:
             if shutil.which(needed) is None:
@@ -134,6 +133,7 @@ class InstalledAgent:
             if not Path(folder).is_dir():
                 raise BadRequestError(f"--readable {folder} is no folder. Name folders that exist.")
         self._check_start()
+        check_isolation(self.isolation)
         if self.isolation == "none":
             _warn_of_no_isolation(self.name)
         try:
