@@ -25,7 +25,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 class Relay:
-    """What the programs asked: one list of bodies for each session, in order."""
+    """The bodies that the programs sent: one list for each session, in order."""
 
     def __init__(self, url: str, texts: Sequence[str]) -> None:
         self.url = ""

@@ -31,7 +31,7 @@ LOOK, WRITE = "cat hello.txt", "echo hi there > hello.txt"
 
 @dataclass(frozen=True)
 class Script:
-    """What the policy says in an episode of a program, and what comes of it."""
+    """The texts of the policy in an episode of a program, and the result of the episode."""
 
     recipe: str
     texts: list[str]

@@ -1,4 +1,4 @@
-"""What a policy without a script does: a random model, whose texts are noise, and the released SmolLM2-135M."""
+"""Policies without a script play: a random model, whose texts are noise, and the released SmolLM2-135M."""
 
 from __future__ import annotations
 

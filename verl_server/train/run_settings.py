@@ -84,7 +84,7 @@ MAY_DIFFER = {
 number of ranks, may differ, too."""
 
 NOTED = {"program_version": "a program may be updated"}
-"""What run.json says beside the settings, and is not compared."""
+"""The facts that run.json has beside the settings. They are not compared."""
 
 REMOVED = {"gap_alarm": "stop_on is in its place"}
 """Settings that runs of earlier versions stored, and that are not compared."""

@@ -1,4 +1,4 @@
-"""What a program does to escape, to choose its own end, or to exhaust what is around it."""
+"""Hostile programs try to escape, to choose their own end, and to exhaust the machine."""
 
 from __future__ import annotations
 

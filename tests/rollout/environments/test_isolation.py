@@ -1,4 +1,4 @@
-"""What bubblewrap is asked for: refusals with their remedy, links, and the installations of programs."""
+"""The commands of bubblewrap: refusals with their remedy, links, and the installations of programs."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class AgentPlayer:
     """Isolation of a command. An installed agent has its own."""
     readable: Sequence[Path] = ()
     hidden: Sequence[Path] = ()
-    """What an isolated command must not see, although it lies in a folder that the command may read."""
+    """Files that an isolated command must not see, although they lie in a folder that the command may read."""
     served: Served | None = None
     """The served model, for an installed agent."""
     faults: FaultRules = field(default_factory=FaultRules)

@@ -120,12 +120,12 @@ class ProgramExit(Exit):
     """The end of an agent that is a program."""
 
     traffic: Traffic | None = None
-    """What the program asked its session. None: it was not isolated, so that the runner did not see it."""
+    """The requests of the program to its session. None: the program was not isolated, so the runner saw none."""
 
 
 @dataclass(frozen=True)
 class ProgramPlace:
-    """What one episode offers to its program. Paths, URLs and the key are those that the program sees."""
+    """The paths, URLs and key that one episode offers to its program, as the program sees them."""
 
     home: Path
     """HOME. It is private and is removed at the end."""
@@ -142,7 +142,7 @@ class ProgramPlace:
     environment_url: str | None = field(repr=False)
     """URL of the environment, None without one."""
     traffic: Traffic | None
-    """What the program has asked its session so far. None: it is not isolated."""
+    """The requests of the program to its session so far. None: the program is not isolated."""
     folder: Path
     """Private folder of the episode outside of the sandbox. Its `home` is HOME."""
     sandbox: Mapping[str, Any] | None

@@ -77,7 +77,7 @@ and how fast episodes run, and how often the infrastructure may fail.
 
 
 _NOTED = {"program_version": "a program may be updated; a warning says so"}
-"""What run.json says beside the settings, and is not compared."""
+"""The facts that run.json has beside the settings. They are not compared."""
 
 
 def run_agents(agent: Agent, tasks: Sequence[AgentTask], **options: Any) -> AgentRun:

@@ -1,4 +1,4 @@
-"""What every recipe of the folder must satisfy, and the answers of the programs that the further recipes read."""
+"""Every recipe of the folder satisfies the rules, and reads the answer of its program."""
 
 from __future__ import annotations
 

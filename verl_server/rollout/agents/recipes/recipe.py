@@ -17,7 +17,7 @@ program may have written anything there: a recipe opens no file itself."""
 
 @dataclass(frozen=True)
 class Place:
-    """What an episode offers to its program. The paths and URLs are those that the program sees."""
+    """The paths, URLs and bounds that an episode offers to its program, as the program sees them."""
 
     program: str
     """Absolute path of the program."""
