@@ -254,6 +254,7 @@ def changed(**fields: Any) -> Recipe:
         ({"program": None}, r"'no-such-script' on PATH. Install it \(make script\), or name its path with --program"),
         ({"program": "/no/such/program"}, "there is none at /no/such/program"),
         ({"recipe": changed(needs=["no-such-git"])}, "needs 'no-such-git', which is not on PATH"),
+        ({"words": ["--context=5"]}, "'--context=5' is an option that the recipe script sets itself"),
         (
             {"recipe": changed(version=["--no-version"])},
             r"script cannot be run.*--no-version` failed \(exit code 9\)",

@@ -268,6 +268,13 @@ class InstalledAgent:
             raise BadRequestError(f"The recipe {self.name} must return a command, variables and files of texts.")
         if not Path(start.argv[0]).is_absolute():
             raise BadRequestError(f"The recipe {self.name} must start place.program, not {start.argv[0]!r}.")
+        own = {word.partition("=")[0] for word in start.argv if word.startswith("--")}
+        repeated = [word for word in self.words if word.partition("=")[0] in own]
+        if repeated:
+            raise BadRequestError(
+                f"{repeated[0]!r} is an option that the recipe {self.name} sets itself, on which its answer and its "
+                "limits rely: leave it out."
+            )
         outside = [name for name in start.files if Path(name).is_absolute() or ".." in Path(name).parts]
         if outside:
             raise BadRequestError(f"The recipe {self.name} names a file outside of HOME: {outside[0]!r}.")
