@@ -192,10 +192,10 @@ def test_the_last_step_may_take_as_long_as_its_environment_says(tmp_path: Path) 
         async def step(self, text: str) -> tuple[str, float | None, bool]:
             import asyncio
 
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.5)
             return await super().step(text)
 
-    limits = dataclasses.replace(FAST, environment_seconds=0.2)
+    limits = dataclasses.replace(FAST, environment_seconds=1.0)
     (episode,) = run(installed(script(tmp_path)), environment=lambda task: Slow(tmp_path), limits=limits).episodes
     assert (episode.reason, episode.reward) == (StopReason.DONE, 1.0), episode.error
 

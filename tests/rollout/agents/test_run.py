@@ -143,7 +143,7 @@ def test_a_fault_of_the_environment_has_no_reward(fault: str, reason: StopReason
         made.append(Echo(fault))
         return made[-1]
 
-    limits = dataclasses.replace(FAST, environment_seconds=0.3)
+    limits = dataclasses.replace(FAST, environment_seconds=0.3) if fault == "hang" else FAST
     result = run(player, environment=make, limits=limits)
     assert (result.episodes[0].reason, result.episodes[0].reward) == (reason, None)
     assert made[0].closed == 1
@@ -151,13 +151,13 @@ def test_a_fault_of_the_environment_has_no_reward(fault: str, reason: StopReason
 
 def test_a_generation_that_runs_is_no_idleness() -> None:
     async def slow(messages: list[dict[str, Any]]) -> str:
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.6)
         return "1"
 
     async def agent(session: AgentSession, task: AgentTask) -> None:
         await chat(session, "say 1")
 
-    limits = dataclasses.replace(FAST, idle_seconds=0.2)
+    limits = dataclasses.replace(FAST, idle_seconds=1.0)
     result = run(agent, policy=slow, limits=limits, reward=lambda episode: 1.0)
     assert result.episodes[0].reason is StopReason.DONE
 
@@ -315,7 +315,7 @@ def test_a_session_that_vanishes_is_lost() -> None:
     async def main() -> None:
         async with fake_server(says_number) as fake:
             fakes.append(fake)
-            limits = dataclasses.replace(FAST, idle_seconds=0.4)
+            limits = dataclasses.replace(FAST, idle_seconds=1.0)
             server = Server(fake.url, OWNER_KEY)
             result = await arun_agents(
                 agent, [AgentTask()], servers=[server], reward=lambda e: 1.0, limits=limits, retries=0
