@@ -49,6 +49,9 @@ class FakeGpu:
     def reserved(self) -> int:
         return self.cached
 
+    def holders(self) -> str:
+        return f"Other processes hold {self.others / GIB:.2f} GiB (process 7)." if self.others else ""
+
 
 def needs_of(memory: StepMemory, *, tp_size: int = 2, rows: int = 256, weights: int = 15 * GIB // 2) -> Needs:
     return Needs(

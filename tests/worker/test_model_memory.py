@@ -45,6 +45,9 @@ class Gpu:
     def reserved(self) -> int:
         return 0
 
+    def holders(self) -> str:
+        return ""
+
 
 class Bench:
     def __init__(self, *, is_alone: bool = False, keeps_weights: bool = False) -> None:

@@ -652,6 +652,14 @@ def test_a_size_that_does_not_fit_costs_no_other_size(timed: Timed, caplog: pyte
     assert "Free some memory." in record.getMessage() and "no memory to capture 24 of 113" in record.getMessage()
     figures = timed.figures()
     assert figures["cuda_graphs_without_memory"] == 24 and figures["cuda_graphs"] == 113 - 24
+    decodes = sum(key.kind == "decode" for key in timed._all)
+    assert figures["decode_cuda_graphs"] == figures["decode_cuda_graphs_in_all"] == decodes == 45, (
+        "none of them is lost"
+    )
+    timed._account = Account(room=0)  # type: ignore[assignment]
+    timed._captured.clear()
+    assert timed.capture_all() == set()
+    assert (timed.figures()["decode_cuda_graphs"], timed.figures()["decode_cuda_graphs_in_all"]) == (0, decodes)
 
 
 def _mixed(graphs: StepGraphs, size: int) -> Any:

@@ -18,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl_server.errors import ServerUnavailableError
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.results import SchedulerInfo
@@ -25,7 +28,9 @@ from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.scheduler.sockets import SchedulerSockets
 from verl_server.server_args import ServerArgs
-from verl_server.worker.device import device_of, device_uuid
+from verl_server.worker.cuda_context import find_uuid
+from verl_server.worker.device import device_of, device_uuid, is_out_of_memory
+from verl_server.worker.gpu_holders import holders_sentence
 from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.tp_worker import TpWorker
 from verl_server.worker.weights.stager import Stager
@@ -98,7 +103,7 @@ def run_rank(
         control_timeout=server_args.control_timeout,
         peer_memory=not server_args.disable_custom_all_reduce,
     )
-    runner = ModelRunner(server_args, tp, device, start)
+    runner = _build_runner(server_args, tp, device, start)
     sources = WeightSources(runner, tp, server_args.replace(weight_receive_bytes=runner.weight_receive_bytes))
     stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
     worker = TpWorker(runner, WeightUpdater(runner, tp, sources, server_args), stager, tp)
@@ -139,6 +144,25 @@ def run_rank(
         signal.set_wakeup_fd(-1)  # another file may get the number of the closed socket
         sockets.close()
     logger.info("The scheduler stopped.")
+
+
+def _build_runner(server_args: ServerArgs, tp: TpGroup, device: torch.device, start: StartTimes) -> ModelRunner:
+    """Return the runner. Raise ServerUnavailableError if the device runs out of memory meanwhile.
+
+    `ModelRunner` refuses settings that do not fit what was free at its start. This error is about memory that it cannot
+    see beforehand: that of the CUDA context, or what other processes take while the weights are loaded.
+    """
+    try:
+        return ModelRunner(server_args, tp, device, start)
+    except Exception as error:
+        if device.type != "cuda" or not is_out_of_memory(error):
+            raise
+        holders = holders_sentence(find_uuid(device.index or 0))
+        raise ServerUnavailableError(
+            f"{device} ran out of memory while the engine was built: {error} {holders}{' ' if holders else ''}Free "
+            "memory on the device (in a trainer: offload, then torch.cuda.empty_cache()) and start again, or use a "
+            "smaller model or a larger tp_size."
+        ) from error
 
 
 def _end_if_lost(stager: Stager) -> None:

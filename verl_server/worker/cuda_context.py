@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import uuid
 from typing import NamedTuple
 
 from verl_server.server_args import ServerArgs
@@ -51,6 +52,21 @@ def find_gpu(server_args: ServerArgs) -> GpuKind | None:
     return None
 
 
+def find_uuid(ordinal: int) -> str:
+    """Return the UUID of a visible GPU without creating a context and without "GPU-", "" if there is no such GPU."""
+    with contextlib.suppress(OSError, AttributeError):
+        driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), ordinal) == 0:
+            return str(uuid.UUID(bytes=_uuid(driver, device)))
+    return ""
+
+
+def _uuid(driver: ctypes.CDLL, device: ctypes.c_int) -> bytes:
+    found = (ctypes.c_ubyte * 16)()
+    driver.cuDeviceGetUuid(ctypes.byref(found), device)
+    return bytes(found)
+
+
 def _kind(driver: ctypes.CDLL, device: ctypes.c_int) -> GpuKind:
     def attribute(number: int) -> int:
         value = ctypes.c_int()
@@ -71,10 +87,7 @@ def _device(driver: ctypes.CDLL, server_args: ServerArgs, tp_rank: int) -> ctype
     wanted = server_args.gpu_uuids[local_rank].removeprefix("GPU-").lower().replace("-", "")
     count = ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
-    uuid = (ctypes.c_ubyte * 16)()
     for ordinal in range(count.value):
-        if driver.cuDeviceGet(ctypes.byref(device), ordinal) == 0:
-            driver.cuDeviceGetUuid(ctypes.byref(uuid), device)
-            if bytes(uuid).hex() == wanted:
-                return device
+        if driver.cuDeviceGet(ctypes.byref(device), ordinal) == 0 and _uuid(driver, device).hex() == wanted:
+            return device
     return None

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from verl_server.errors import ServerUnavailableError
+from verl_server.worker.cuda_context import find_uuid
+from verl_server.worker.gpu_holders import holders_sentence
 
 _PINNED_ALLOCATION = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -163,11 +165,13 @@ class DeviceRegion:
             if error.code != _OUT_OF_MEMORY:
                 raise
             free, total = torch.cuda.mem_get_info(self.device)
+            holders = holders_sentence(find_uuid(self.device.index))
             raise ServerUnavailableError(
                 f"{self.device} has {free / 2**30:.2f} GiB of {total / 2**30:.2f} GiB free, but "
-                f"{self.nbytes / 2**30:.2f} GiB are needed for the weights or the KV cache. Free memory on the device "
-                "(in a trainer: offload, then torch.cuda.empty_cache()) and try again, or start the server with a "
-                "smaller mem_fraction_static."
+                f"{self.nbytes / 2**30:.2f} GiB are needed for the weights or the KV cache. "
+                f"{holders}{' ' if holders else ''}Free memory on the device (in a trainer: offload, then "
+                "torch.cuda.empty_cache()) and try again. A server with a smaller mem_fraction_static needs less for "
+                "its KV cache."
             ) from None
 
 

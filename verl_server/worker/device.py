@@ -12,6 +12,7 @@ import torch
 
 from verl_server.errors import BadRequestError
 from verl_server.server_args import ServerArgs
+from verl_server.worker.gpu_holders import holders_sentence
 
 
 def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
@@ -71,6 +72,10 @@ class DeviceMemory:
     def reserved(self) -> int:
         """Return the bytes that torch's allocator of this process has reserved, used or unused. Arenas do not count."""
         return int(torch.cuda.memory_reserved(self.device))
+
+    def holders(self) -> str:
+        """Return a sentence that says what other processes hold, "" if nobody else is known to hold much."""
+        return holders_sentence(device_uuid(self.device))
 
 
 def synchronize(device: torch.device) -> None:

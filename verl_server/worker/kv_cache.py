@@ -44,9 +44,9 @@ class KVCache:
     ) -> None:
         self.device, self._dtype, self._args = device, dtype, server_args
         self._paged_kernels = paged_kernels
-        self._config = config
+        self._config, self._page_bytes = config, page_bytes(config, tp.size, server_args.page_size, dtype)
         self.page_size, self.max_rows = server_args.page_size, server_args.max_running_requests
-        self.kv_heads = max(1, config.num_kv_heads // tp.size)
+        self.kv_heads = _kv_heads(config, tp.size)
         self._columns = math.ceil(context_length / self.page_size)
         pages = self._fitting_pages(budget.bytes)
         # The smallest count of all ranks, because rank 0 assigns pages and every rank's pool must have them.
@@ -151,11 +151,6 @@ class KVCache:
     def _clear_padding(self) -> None:
         self.pool[:, -1].zero_()
 
-    @property
-    def _page_bytes(self) -> int:
-        per_token = 2 * self.kv_heads * self._config.head_dim * self._config.num_layers
-        return per_token * self.page_size * self._dtype.itemsize
-
     def _fitting_pages(self, budget: int) -> int:
         """Return the number of pages that fit `budget` bytes, at most as many as the largest batch can use."""
         pages = budget // self._page_bytes - 1  # one for padding
@@ -179,9 +174,19 @@ class KVCache:
         )
 
 
+def page_bytes(config: ModelConfig, tp_size: int, page_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the keys and values of one page on one of `tp_size` ranks."""
+    per_token = 2 * _kv_heads(config, tp_size) * config.head_dim * config.num_layers
+    return per_token * page_size * dtype.itemsize
+
+
 def page_table_bytes(max_rows: int, context_length: int, page_size: int) -> int:
     """Return the bytes of `KVCache.device_page_table`."""
     return (max_rows + 1) * math.ceil(context_length / page_size) * 4
+
+
+def _kv_heads(config: ModelConfig, tp_size: int) -> int:
+    return max(1, config.num_kv_heads // tp_size)
 
 
 def _ints(values: list[int]) -> Ints:

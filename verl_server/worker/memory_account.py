@@ -42,6 +42,9 @@ class Memory(Protocol):
 
     def reserved(self) -> int: ...
 
+    def holders(self) -> str:
+        """Return a sentence that says what other processes hold, "" if nobody else is known to hold much."""
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -86,27 +89,28 @@ class MemoryAccount:
         `collectives` is the number of bytes that its communicators have taken since then. `fraction` is the share of
         `free` for weights and KV pool together (`mem_fraction_static`).
         """
-        self._memory, self._needs, self._fraction = memory, needs, fraction
+        self._memory, self._fraction = memory, fraction
+        self.needs = needs
         self.free_at_start, self.collectives = free, collectives
         self.kv_cache = self.special = self.received = self.others = 0
 
     def kv_budget(self) -> MemoryBudget:
         """Return the memory for the KV pool. Called after the weights were loaded and before the pool is allocated."""
-        needs, free = self._needs, self.free_at_start
+        needs, free = self.needs, self.free_at_start
         static, rest = round(free * self._fraction), free - round(free * self._fraction)
-        needed = self.collectives + self._least_beside()
+        needed = self.collectives + _least_beside(self.needs)
         explanation = (
-            f"{_gib(free)} of the GPU were free at the start, and the weights take {_gib(needs.weights)}. "
-            f"mem_fraction_static={self._fraction:g} keeps {_gib(rest)} free."
+            f"{gib(free)} of the GPU were free at the start, and the weights take {gib(needs.weights)}. "
+            f"mem_fraction_static={self._fraction:g} keeps {gib(rest)} free."
         )
         if needed > rest:
-            explanation += f" The largest step, CUDA graphs and other parts need {_gib(needed)}, so that is kept free."
+            explanation += f" The largest step, CUDA graphs and other parts need {gib(needed)}, so that is kept free."
         allowed = static - needs.weights
         budget = min(allowed, free - needed - needs.weights)
         others = self.taken_by_others(held=needs.weights)
         if others > SLACK:
-            budget = min(budget, self._memory.reclaim() - self._least_beside())
-            explanation += f" Other processes have taken {_gib(others)} since the start."
+            budget = min(budget, self._memory.reclaim() - _least_beside(self.needs))
+            explanation += f" Other processes have taken {gib(others)} since the start. {self.holders()}".rstrip()
         if needed > rest or others > SLACK:
             logger.info("The KV cache is smaller than mem_fraction_static allows. %s", explanation)
         lower = "chunked_prefill_size, max_running_requests and cuda_graph_max_bs"
@@ -116,15 +120,23 @@ class MemoryAccount:
         )
         return MemoryBudget(budget, explanation, remedy)
 
+    def needed(self, needs: Needs) -> int:
+        """Return the bytes that an engine with `needs` takes in addition to its KV pool."""
+        return self.collectives + needs.weights + _least_beside(needs)
+
+    def holders(self) -> str:
+        """Return a sentence that says what other processes hold now, "" if nobody else is known to hold much."""
+        return self._memory.holders()
+
     def close(self, kv_cache: int) -> None:
         """Record the bytes of the allocated KV pool, and divide the rest among the parts that can use more.
 
         The rest does not include the memory that other processes have taken since the start.
         """
-        needs, self.kv_cache = self._needs, kv_cache
+        needs, self.kv_cache = self.needs, kv_cache
         others = self.taken_by_others()
         self.others = others if others > SLACK else 0
-        left = self.free_at_start - self.collectives - needs.weights - kv_cache - self._least_beside() - self.others
+        left = self.free_at_start - self.needed(needs) - kv_cache - self.others
         more = min(max(left, 0), needs.special_most - needs.special_least)
         self.special = needs.special_least + max(more, 0)
         left -= max(more, 0)
@@ -136,7 +148,7 @@ class MemoryAccount:
         The allocator's unused memory is freed only if the result would be below `wanted`, because steps need this
         memory again.
         """
-        kept = self._needs.step + self.special + self._needs.received_least
+        kept = self.needs.step + self.special + self.needs.received_least
         room = self._memory.free() - kept
         if room < wanted:
             room = self._memory.reclaim() - kept
@@ -148,19 +160,19 @@ class MemoryAccount:
 
     def special_now(self) -> int:
         """Return the bytes that special sampling may take now: its part, or less if other processes took some of it."""
-        left = self._memory.reclaim() - self._needs.step
-        return max(self._needs.special_least, min(self.special, left))
+        left = self._memory.reclaim() - self.needs.step
+        return max(self.needs.special_least, min(self.special, left))
 
     def shortage(self) -> int:
         """Return the bytes that the largest step lacks now, 0 if there is enough memory."""
-        return max(0, self._needs.step + self._needs.special_least - self._memory.reclaim())
+        return max(0, self.needs.step + self.needs.special_least - self._memory.reclaim())
 
     def taken_by_others(self, held: int | None = None) -> int:
         """Return the approximate bytes that other processes have taken since the start, 0 if they freed memory.
 
         `held` is the number of bytes of this engine's weights and KV pool that are allocated now, by default both.
         """
-        held = self._needs.weights + self.kv_cache if held is None else held
+        held = self.needs.weights + self.kv_cache if held is None else held
         own = self.collectives + held + self._memory.reserved()
         return max(0, self.free_at_start - self._memory.free() - own)
 
@@ -175,17 +187,18 @@ class MemoryAccount:
                 "Start the engine with a smaller mem_fraction_static, cuda_graph_max_bs, chunked_prefill_size or "
                 "max_running_requests."
             )
-        needs = self._needs
+        needs = self.needs
         most_special = max(needs.special_least, needs.special_most)
-        beside = self.collectives + self._least_beside() - needs.special_least + most_special + others
+        beside = self.collectives + _least_beside(self.needs) - needs.special_least + most_special + others
         fraction = math.floor(100 * (1 - beside / self.free_at_start)) / 100
         restart = "there is no mem_fraction_static with which both fit this GPU."
         if fraction * self.free_at_start > needs.weights:
             restart = f"start the engine with mem_fraction_static={fraction:g}, or while they hold their memory."
-        return (
-            f"Other processes, or process groups of weight updates, have taken {_gib(others)} of this GPU since the "
+        advice = (
+            f"Other processes, or process groups of weight updates, have taken {gib(others)} of this GPU since the "
             f"start. Free that memory (in a trainer: offload, then torch.cuda.empty_cache()), or {restart}"
         )
+        return f"{advice} {self.holders()}".rstrip()
 
     def parts(self) -> dict[str, int]:
         """Return the bytes of each part, and their sum ("free_at_start").
@@ -193,7 +206,7 @@ class MemoryAccount:
         The result also has the bytes that other processes took while this engine started, and the bytes that no part
         has ("unassigned").
         """
-        needs = self._needs
+        needs = self.needs
         parts = {
             "collectives": self.collectives,
             "weights": needs.weights,
@@ -214,10 +227,10 @@ class MemoryAccount:
         rows = [f"  {name.replace('_', ' '):<18}{nbytes / 2**20:>12,.0f} MiB" for name, nbytes in self.parts().items()]
         return "\n".join(["Memory of this GPU:", *rows])
 
-    def _least_beside(self) -> int:
-        """Return the bytes that all parts except collectives, weights and KV pool need."""
-        needs = self._needs
-        return needs.tables + needs.step + needs.graphs + needs.special_least + needs.received_least + SLACK
+
+def _least_beside(needs: Needs) -> int:
+    """Return the bytes that all parts except collectives, weights and KV pool need."""
+    return needs.tables + needs.step + needs.graphs + needs.special_least + needs.received_least + SLACK
 
 
 def cpu_budget(gib: float) -> MemoryBudget:
@@ -225,5 +238,6 @@ def cpu_budget(gib: float) -> MemoryBudget:
     return MemoryBudget(round(gib * 2**30), f"kv_cache_gib={gib:g}.", "Raise kv_cache_gib.")
 
 
-def _gib(count: int) -> str:
+def gib(count: int) -> str:
+    """Return bytes as text in GiB."""
     return f"{count / 2**30:.2f} GiB"

@@ -52,6 +52,13 @@ def close_account(account: MemoryAccount, kv_bytes: int, tp: TpGroup, wanted: in
     account.close(kv_bytes)
     received = min(int(part) for part in tp.gather(str(account.received).encode()))
     logger.info("%s", account.table())
+    if tp.size == 1 and account.special < account.needs.special_most:
+        logger.info(
+            "Filters, penalties and masks of all requests at once would take %d MiB, and %d MiB are left for them "
+            "beside the KV cache. Steps that need more are computed in smaller parts. A smaller mem_fraction_static "
+            "leaves more.",
+            *(account.needs.special_most >> 20, account.special >> 20),
+        )
     if received < wanted and tp.rank == 0:
         logger.warning(
             "weight_receive_bytes is %d, not %d: the GPU has no more memory for received weights. Larger updates "

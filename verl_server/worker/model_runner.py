@@ -34,8 +34,9 @@ from verl_server.weight_sync.copying.fused_copy import compile_kernels
 from verl_server.worker.device import DeviceMemory, set_threads, synchronize
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
-from verl_server.worker.kv_cache import KVCache
-from verl_server.worker.memory_account import Memory, MemoryAccount, cpu_budget
+from verl_server.worker.kv_cache import KVCache, page_bytes
+from verl_server.worker.memory_account import Memory, MemoryAccount, Needs, cpu_budget
+from verl_server.worker.memory_check import check_memory, log_capacity
 from verl_server.worker.memory_needs import memory_needs
 from verl_server.worker.model_memory import ModelMemory, allocate_weights, close_account
 from verl_server.worker.step_attention import StepAttention
@@ -101,11 +102,7 @@ class ModelRunner:
         self.model = self._build(choice.ops(device))
         account = None
         if memory is not None:
-            needs = memory_needs(
-                server_args, self.config, tp.size, self.context_length, self.model, self._step_memory, paged=paged
-            )
-            fraction = server_args.mem_fraction_static
-            account = MemoryAccount(memory, needs, fraction, free=free_at_start, collectives=collectives)
+            account = self._open_account(memory, free_at_start, collectives, paged=paged)
         weights = allocate_weights(self.model, device)
         self.weight_map = self.model.weight_map()
         self._load_weights(folder)
@@ -119,6 +116,8 @@ class ModelRunner:
         """The most bytes of tensors that a process group sent and that are not written yet. Equal on all ranks."""
         if account is not None:
             self.weight_receive_bytes = close_account(account, self.kv.bytes_held, tp, self.weight_receive_bytes)
+        if tp.rank == 0 and (account is not None or device.type == "cpu"):  # `compile_jobs` serves no request
+            log_capacity(server_args, self.kv, self.context_length, budget.remedy)
         start.mark("kv_cache")
         self.sampler = Sampler(self.vocab_size, device, choice.sampling)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
@@ -316,6 +315,20 @@ class ModelRunner:
             fill_dummy(self.weight_map, self.device)
         else:
             load_checkpoint(self.weight_map, folder)
+
+    def _open_account(self, memory: Memory, free: int, collectives: int, *, paged: bool) -> MemoryAccount:
+        """Return the account of this rank's GPU. Raise BadRequestError if the engine does not fit it."""
+
+        def needs_with(args: ServerArgs) -> Needs:
+            return memory_needs(
+                args, self.config, self.tp.size, self.context_length, self.model, self._step_memory, paged=paged
+            )
+
+        args = self._args
+        account = MemoryAccount(memory, needs_with(args), args.mem_fraction_static, free=free, collectives=collectives)
+        page = page_bytes(self.config, self.tp.size, args.page_size, self.dtype)
+        check_memory(args, account, page, self.context_length, needs_with)
+        return account
 
     def _build(self, ops: Ops) -> Decoder:
         """Return the decoder with parameters that have no memory yet."""

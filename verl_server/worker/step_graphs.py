@@ -195,12 +195,15 @@ class StepGraphs:
     def figures(self) -> dict[str, Any]:
         """Return the numbers of graphs and of steps with and without one, and the seconds of all captures.
 
-        "steps_without_cuda_graph" counts the steps of sizes that are captured. "ranks" are the number of graphs and the
-        free bytes of each rank after the latest capture.
+        "decode_cuda_graphs" are the graphs of steps that only decode, and "decode_cuda_graphs_in_all" the number of
+        sizes for which there can be one. "steps_without_cuda_graph" counts the steps of sizes that are captured.
+        "ranks" are the number of graphs and the free bytes of each rank after the latest capture.
         """
         return {
             "cuda_graphs": self.num_captured,
             "cuda_graphs_to_capture": self.num_left,
+            "decode_cuda_graphs": sum(key.kind == "decode" for key in self._captured),
+            "decode_cuda_graphs_in_all": sum(key.kind == "decode" for key in self._all),
             "cuda_graphs_without_memory": len(self._excluded),
             "cuda_graph_capture_seconds": self._budget.total_seconds,
             "steps_with_cuda_graph": self.use.num_with,

@@ -16,6 +16,8 @@ from typing import Any
 
 from verl_server.backends.process.backend import Backend
 from verl_server.backends.process.driver import EngineDriver
+from verl_server.backends.process.memory_hint import log_memory_hint
+from verl_server.errors import BadRequestError
 from verl_server.scheduler.sockets import SchedulerSockets
 from verl_server.server_args import ServerArgs
 
@@ -44,7 +46,13 @@ def run_backend(start_driver: StartDriver, argument: dict[str, Any], ready: Call
         stopping = True
         sockets.ring()
 
-    driver = start_driver(server_args, sockets.ring)
+    try:
+        driver = start_driver(server_args, sockets.ring)
+    except BadRequestError:  # settings that were refused before the engine started
+        raise
+    except Exception:
+        log_memory_hint(server_args)
+        raise
     try:
         signal.signal(signal.SIGTERM, stop)
         sockets.wake_on_signals()
