@@ -5,6 +5,7 @@
     python -m benchmarks.offline --device cuda --shape 0.6b --prefix-cache --logprobs --set disable_cuda_graph=true
     python -m benchmarks.offline --device cuda --shape 0.6b --prefix-cache --samples 16 --uniform 256 1024 1024
     python -m benchmarks.offline --device cuda --shape 0.6b --sampling top_p repetition_penalty
+    python -m benchmarks.offline --device cuda --shape 0.6b --works decode_8=8x128x512 prefill=32x1024x1
 
 The model has random weights in the shape of a Qwen3, and the requests are those of `benchmarks/workload.py`. As in the
 measurements of the peers, the prefix cache is off, and log-probabilities are off except for `tiny`, whose peer returned
@@ -16,7 +17,11 @@ of two times: that of its arithmetic, and that of its memory traffic (weights on
 token). With `--tp N` the limit is that of N GPUs, each with its part of the weights, keys and values.
 
 `--sampling` adds settings of `benchmarks.rl_shapes` in the same engine, each with the rate of plain sampling beside it.
-On a GPU, `cuda_graphs` is the number of captured graphs at the end, of the rank with the fewest.
+`--works` runs named workloads in one engine instead, `benchmarks.card_table` and `benchmarks.smaller_cards` use it. The
+rate of a workload with one output token each counts prompt tokens.
+
+On a GPU, `cuda_graphs` is the number of captured graphs at the end, of the rank with the fewest, and
+`decode_cuda_graphs` that of steps that only decode. `kv_cache_tokens` is the capacity of the KV cache.
 """
 
 from __future__ import annotations
@@ -33,8 +38,10 @@ from benchmarks.options import (
     make_parser,
     measured_ceilings,
     report,
+    report_capacity,
     report_graphs,
     report_run,
+    wait_for_graphs,
 )
 from benchmarks.rl_shapes import SETTINGS, report_settings
 from benchmarks.shapes import SHAPES, shape_folder
@@ -43,6 +50,7 @@ from benchmarks.workload import (
     Workload,
     least_seconds,
     make_workload,
+    parse_work,
     peer_of,
     single_sequence,
     uniform_workload,
@@ -65,26 +73,28 @@ def run_once(engine: Engine, work: Workload, logprobs: bool) -> float:
     return seconds
 
 
-def measure(engine: Engine, name: str, work: Workload, args: argparse.Namespace, ceilings: Ceilings) -> float:
-    """Report each of `--runs` runs. Returns the output tokens per second of the last one."""
+def measure(engine: Engine, name: str, work: Workload, args: argparse.Namespace, ceilings: Ceilings | None) -> float:
+    """Report each of `--runs` runs. Returns the tokens per second of the last one (`Workload.counted`)."""
     modes = {"prefix_cache": args.prefix_cache, "logprobs": args.logprobs}
+    tokens, unit = work.counted
     rates = []
     for run in range(1, args.runs + 1):
         if args.prefix_cache:
             engine.flush_cache(timeout=10)  # so that a run hits its own prompts only, not those of the run before
         seconds = run_once(engine, work, args.logprobs)
-        rates.append(work.output_tokens / seconds)
-        report(f"{name}_run", rates[-1], "tokens/s", run=run, seconds=round(seconds, 4), **modes)
-    as_measured = args.requests is None and args.uniform is None and args.samples == 1
+        rates.append(tokens / seconds)
+        report(f"{name}_run", rates[-1], unit, run=run, seconds=round(seconds, 4), **modes)
+    as_measured = args.requests is None and args.uniform is None and args.samples == 1 and not args.works
     peer = peer_of(args.device, args.shape, name, gpus=args.tp) if as_measured else {}
-    report(name, rates[-1], "tokens/s", **modes, **peer, limit=round(limit_of(args, work, ceilings), 1))
+    limit = {} if ceilings is None else {"limit": round(limit_of(args, work, ceilings), 1)}
+    report(name, rates[-1], unit, **modes, **peer, **limit)
     return rates[-1]
 
 
 def limit_of(args: argparse.Namespace, work: Workload, ceilings: Ceilings) -> float:
-    """Output tokens per second that the ceilings allow for an engine of `--tp` ranks."""
+    """Tokens per second (`Workload.counted`) that the ceilings allow for an engine of `--tp` ranks."""
     itemsize, gpus = (2, len(gpus_of(args))) if args.device == "cuda" else (4, 1)
-    return work.output_tokens / least_seconds(SHAPES[args.shape], work, ceilings, itemsize, gpus)
+    return work.counted[0] / least_seconds(SHAPES[args.shape], work, ceilings, itemsize, gpus)
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
@@ -95,20 +105,26 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 def benchmark(args: argparse.Namespace, folder: Path) -> None:
     work = workload_of(args)
-    ceilings = measured_ceilings(args)
-    report("gemm_ceiling", ceilings.flop_per_s / 1e9, "GFLOP/s")
-    report("copy_ceiling", ceilings.bytes_per_s / 1e9, "GB/s")
+    ceilings = None
+    if args.ceilings:
+        ceilings = measured_ceilings(args)
+        report("gemm_ceiling", ceilings.flop_per_s / 1e9, "GFLOP/s")
+        report("copy_ceiling", ceilings.bytes_per_s / 1e9, "GB/s")
     settings: dict[str, Any] = {"disable_radix_cache": not args.prefix_cache, "max_running_requests": 256}
     start = time.perf_counter()
     with Engine(**engine_settings(args, folder, **settings)) as engine:
         ready = time.perf_counter() - start
         report("seconds_to_ready", ready, "s", **peer_of(args.device, args.shape, "seconds_to_ready", gpus=args.tp))
-        measure(engine, "output_tokens_per_s", work, args, ceilings)
+        if args.all_graphs:
+            wait_for_graphs(engine)
+        for name, each in args.works or [("output_tokens_per_s", work)]:
+            measure(engine, name, each, args, ceilings)
         if args.single:
             measure(engine, "single_sequence_tokens_per_s", single_sequence(args.shape), args, ceilings)
         if args.sampling:
             report_settings(engine, _SAMPLED if args.requests is None else work, args.sampling, args.runs)
         report_graphs(engine)
+        report_capacity(engine)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -131,6 +147,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--sampling", nargs="+", choices=list(SETTINGS), default=[], help="also measure these sampling settings (none)"
+    )
+    parser.add_argument(
+        "--works",
+        nargs="+",
+        type=parse_work,
+        default=[],
+        metavar="NAME=COUNTxPROMPTxOUTPUT",
+        help="run these workloads in one engine instead of the workload",
+    )
+    parser.add_argument(
+        "--all-graphs", action="store_true", help="begin when all CUDA graphs are captured (when the engine is ready)"
+    )
+    parser.add_argument(
+        "--ceilings", action=switch, default=True, help="measure the limits first; takes 0.5 GB of the GPU (yes)"
     )
     args = parser.parse_args(argv)
     if args.samples < 1:

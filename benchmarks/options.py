@@ -12,6 +12,7 @@ import dataclasses
 import json
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,6 +25,10 @@ from benchmarks.workload import Ceilings, measure_ceilings
 from verl_server import EngineBase, __version__
 from verl_server.models.ops import CPU_NAME
 from verl_server.server_args import ServerArgs
+
+_MOST_GRAPH_SECONDS = 90.0
+_POLL_SECONDS = 0.5
+"""Time between two looks at the number of graphs. The engine must be idle between them to capture."""
 
 
 def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
@@ -102,7 +107,28 @@ def report_graphs(engine: EngineBase) -> None:
     if all("cuda_graphs" in rank for rank in ranks):
         counts = [rank["cuda_graphs"] for rank in ranks]
         names = ("cuda_graphs_to_capture", "cuda_graph_capture_seconds", "steps_without_cuda_graph")
-        report("cuda_graphs", min(counts), "graphs", ranks=counts, **{name: memory.get(name) for name in names})
+        more = {name: memory.get(name) for name in (*names, "cuda_graphs_without_memory")}
+        report("cuda_graphs", min(counts), "graphs", ranks=counts, **more)
+    if "decode_cuda_graphs" in memory:
+        in_all = memory["decode_cuda_graphs_in_all"]
+        report("decode_cuda_graphs", memory["decode_cuda_graphs"], "graphs", in_all=in_all)
+
+
+def report_capacity(engine: EngineBase) -> None:
+    """Print the capacity of the KV cache. An engine that does not say: nothing."""
+    capacity = engine.get_internal_state().get("memory", {}).get("token_capacity")
+    if capacity is not None:
+        report("kv_cache_tokens", capacity, "tokens")
+
+
+def wait_for_graphs(engine: EngineBase) -> None:
+    """Wait until idle time has captured every CUDA graph, at most `_MOST_GRAPH_SECONDS`. Report the seconds."""
+    start = time.monotonic()
+    while engine.get_internal_state().get("memory", {}).get("cuda_graphs_to_capture"):
+        if time.monotonic() - start > _MOST_GRAPH_SECONDS:
+            break  # `report_graphs` says how many are left
+        time.sleep(_POLL_SECONDS)
+    report("seconds_to_graphs", time.monotonic() - start, "s")
 
 
 def report_run(module: str, args: argparse.Namespace, argv: list[str] | None) -> None:

@@ -7,6 +7,7 @@ holds figures of other engines that were measured with the same workload.
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,13 @@ class Workload:
     @property
     def output_tokens(self) -> int:
         return sum(self.output_lens)
+
+    @property
+    def counted(self) -> tuple[int, str]:
+        """(tokens, unit) of the rate: the prompts' tokens if each output has one token, else those of the outputs."""
+        if max(self.output_lens) == 1:
+            return sum(map(len, self.prompts)), "prompt tokens/s"
+        return self.output_tokens, "tokens/s"
 
     def sampling_params(self) -> list[dict[str, Any]]:
         """The sampling parameters of each prompt, for `generate`."""
@@ -59,6 +67,20 @@ def uniform_workload(count: int, prompt_len: int, output_len: int) -> Workload:
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 320) for _ in range(prompt_len)] for _ in range(count)]
     return Workload(prompts, [output_len] * count, 1.0)
+
+
+def parse_work(text: str) -> tuple[str, Workload]:
+    """Parse "NAME=COUNTxPROMPTxOUTPUT", for the option --works. Return the name and the uniform workload."""
+    name, _, sizes = text.partition("=")
+    try:
+        count, prompt, output = (int(size) for size in sizes.split("x"))
+    except ValueError:
+        count = prompt = output = 0
+    if not name or min(count, prompt, output) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=COUNTxPROMPTxOUTPUT with three whole numbers from 1 on, as in decode_8=8x128x512."
+        )
+    return name, uniform_workload(count, prompt, output)
 
 
 def single_sequence(shape: str) -> Workload:
@@ -210,3 +232,17 @@ def least_seconds(shape: dict[str, Any], work: Workload, ceilings: Ceilings, ite
     traffic = itemsize * (steps * (body + head) + 2 * kv_size * layers * read)
     decode = max(arithmetic / ceilings.flop_per_s, traffic / ceilings.bytes_per_s)
     return float(prefill / ceilings.flop_per_s + decode)
+
+
+def seconds_with_capacity(
+    shape: dict[str, Any], work: Workload, ceilings: Ceilings, itemsize: int, capacity: int
+) -> float:
+    """`least_seconds` of a uniform workload on a KV cache of `capacity` tokens.
+
+    As many requests run at once as the cache holds at their mean length, the prompt and half of the output. Fewer
+    requests at once read the weights in more steps.
+    """
+    count = len(work.prompts)
+    mean = (sum(map(len, work.prompts)) + work.output_tokens / 2) / count
+    at_once = max(1, min(count, int(capacity / mean)))
+    return least_seconds(shape, work.first(at_once), ceilings, itemsize) * count / at_once

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes import SHAPES, shape_folder
-from benchmarks.workload import Workload, make_workload, single_sequence, uniform_workload
+from benchmarks.workload import Workload, make_workload, parse_work, single_sequence, uniform_workload
 
 Generate = Callable[[Workload], list[int]]
 """Runs a workload that is submitted at once, and returns the number of tokens of each output."""
@@ -37,19 +37,21 @@ def run_peer(package: str, doc: str | None, start: Start) -> None:
         with start(folder, args) as generate:
             _report("seconds_to_ready", time.perf_counter() - began, "s", peer)
             work = uniform_workload(*args.uniform) if args.uniform else make_workload(args.shape)
-            _measure("output_tokens_per_s", generate, work, args.runs, peer)
+            for name, each in args.works or [("output_tokens_per_s", work)]:
+                _measure(name, generate, each, args.runs, peer)
             if args.single:
                 _measure("single_sequence_tokens_per_s", generate, single_sequence(args.shape), args.runs, peer)
 
 
 def _measure(name: str, generate: Generate, work: Workload, runs: int, peer: dict[str, object]) -> None:
+    tokens, unit = work.counted
     for _ in range(runs):
         start = time.perf_counter()
         lengths = generate(work)
-        rate = work.output_tokens / (time.perf_counter() - start)
+        rate = tokens / (time.perf_counter() - start)
         assert lengths == work.output_lens, "the peer did not generate the requested number of tokens"
-        _report(f"{name}_run", rate, "tokens/s", peer)
-    _report(name, rate, "tokens/s", peer)
+        _report(f"{name}_run", rate, unit, peer)
+    _report(name, rate, unit, peer)
 
 
 def _report(name: str, value: float, unit: str, peer: dict[str, object]) -> None:
@@ -73,6 +75,14 @@ def parse_args(doc: str | None) -> argparse.Namespace:
         nargs=3,
         metavar=("COUNT", "PROMPT", "OUTPUT"),
         help="use COUNT requests with PROMPT and OUTPUT tokens each instead of the workload",
+    )
+    parser.add_argument(
+        "--works",
+        nargs="+",
+        type=parse_work,
+        default=[],
+        metavar="NAME=COUNTxPROMPTxOUTPUT",
+        help="run these workloads in one engine instead of the workload",
     )
     parser.add_argument("--memory", type=float, help="share of the GPU's memory (that of the engine)")
     parser.add_argument(
