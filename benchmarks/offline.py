@@ -46,7 +46,9 @@ from benchmarks.options import (
 from benchmarks.rl_shapes import SETTINGS, report_settings
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workload import (
+    WORK_SYNTAX,
     Ceilings,
+    NamedWork,
     Workload,
     least_seconds,
     make_workload,
@@ -73,12 +75,19 @@ def run_once(engine: Engine, work: Workload, logprobs: bool) -> float:
     return seconds
 
 
-def measure(engine: Engine, name: str, work: Workload, args: argparse.Namespace, ceilings: Ceilings | None) -> float:
-    """Report each of `--runs` runs. Returns the tokens per second of the last one (`Workload.counted`)."""
+def measure(
+    engine: Engine,
+    name: str,
+    work: Workload,
+    args: argparse.Namespace,
+    ceilings: Ceilings | None,
+    runs: int | None = None,
+) -> float:
+    """Report each of `runs` runs (`--runs`). Returns the tokens per second of the last one (`Workload.counted`)."""
     modes = {"prefix_cache": args.prefix_cache, "logprobs": args.logprobs}
     tokens, unit = work.counted
     rates = []
-    for run in range(1, args.runs + 1):
+    for run in range(1, (runs or args.runs) + 1):
         if args.prefix_cache:
             engine.flush_cache(timeout=10)  # so that a run hits its own prompts only, not those of the run before
         seconds = run_once(engine, work, args.logprobs)
@@ -117,8 +126,8 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
         report("seconds_to_ready", ready, "s", **peer_of(args.device, args.shape, "seconds_to_ready", gpus=args.tp))
         if args.all_graphs:
             wait_for_graphs(engine)
-        for name, each in args.works or [("output_tokens_per_s", work)]:
-            measure(engine, name, each, args, ceilings)
+        for name, each, runs in args.works or [NamedWork("output_tokens_per_s", work)]:
+            measure(engine, name, each, args, ceilings, runs)
         if args.single:
             measure(engine, "single_sequence_tokens_per_s", single_sequence(args.shape), args, ceilings)
         if args.sampling:
@@ -153,7 +162,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         type=parse_work,
         default=[],
-        metavar="NAME=COUNTxPROMPTxOUTPUT",
+        metavar=WORK_SYNTAX,
         help="run these workloads in one engine instead of the workload",
     )
     parser.add_argument(

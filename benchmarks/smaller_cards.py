@@ -158,7 +158,7 @@ def _row(lines: Lines, cases: list[Case], device: str) -> dict[str, Any] | None:
         "decode_graphs_in_all": median("decode_cuda_graphs", "in_all"),
     }
     row["graphs_without_memory"] = median("cuda_graphs", "cuda_graphs_without_memory")
-    _, work = parse_work(f"many={_MANY[row['shape']]}")
+    work = parse_work(f"many={_MANY[row['shape']]}").work
     if many and capacity and ("ceilings", "copy_ceiling") in lines:
         gemm, copy = (lines["ceilings", f"{kind}_ceiling"]["value"] for kind in ("gemm", "copy"))
         itemsize = 2 if device == "cuda" else 4

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,18 +69,31 @@ def uniform_workload(count: int, prompt_len: int, output_len: int) -> Workload:
     return Workload(prompts, [output_len] * count, 1.0)
 
 
-def parse_work(text: str) -> tuple[str, Workload]:
-    """Parse "NAME=COUNTxPROMPTxOUTPUT", for the option --works. Return the name and the uniform workload."""
+class NamedWork(NamedTuple):
+    """A workload of the option --works."""
+
+    name: str
+    work: Workload
+    runs: int | None = None
+    """Number of runs, of which the last is the figure. None: that of the option --runs."""
+
+
+WORK_SYNTAX = "NAME=COUNTxPROMPTxOUTPUT[xRUNS]"
+
+
+def parse_work(text: str) -> NamedWork:
+    """Parse `WORK_SYNTAX`, a uniform workload."""
     name, _, sizes = text.partition("=")
     try:
-        count, prompt, output = (int(size) for size in sizes.split("x"))
+        count, prompt, output, *runs = (int(size) for size in sizes.split("x"))
     except ValueError:
         count = prompt = output = 0
-    if not name or min(count, prompt, output) < 1:
+        runs = []
+    if not name or min(count, prompt, output, *runs) < 1 or len(runs) > 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=COUNTxPROMPTxOUTPUT with three whole numbers from 1 on, as in decode_8=8x128x512."
+            f"{text!r} is not {WORK_SYNTAX} with whole numbers from 1 on, as in decode_8=8x128x512."
         )
-    return name, uniform_workload(count, prompt, output)
+    return NamedWork(name, uniform_workload(count, prompt, output), *runs)
 
 
 def single_sequence(shape: str) -> Workload:

@@ -25,14 +25,14 @@ _DUMP_SECONDS = 5.0
 """Most time for the processes of a part that is late to write their stacks to stderr. Then all are killed."""
 
 
-def run_part(part: Part, device: str, out: Path, bound: float | None = None) -> bool:
-    """Run the part, at most `bound` seconds (its own bound), and append its lines to `out`.
+def run_part(part: Part, device: str, out: Path, bound: float | None = None, python: str = sys.executable) -> bool:
+    """Run the part with `python`, at most `bound` seconds (its own bound), and append its lines to `out`.
 
     Returns True if its exit status is 0. The last line, "part_end", has the exit status, whether the part was killed at
     its bound, its seconds, and the end of its stderr if it failed.
     """
     start = time.monotonic()
-    command = [sys.executable, "-m", *f"benchmarks.{part.command} --device {device}".split()]
+    command = [python, "-m", *f"benchmarks.{part.command} --device {device}".split()]
     is_late = threading.Event()
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,

@@ -15,7 +15,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes import SHAPES, shape_folder
-from benchmarks.workload import Workload, make_workload, parse_work, single_sequence, uniform_workload
+from benchmarks.workload import (
+    WORK_SYNTAX,
+    NamedWork,
+    Workload,
+    make_workload,
+    parse_work,
+    single_sequence,
+    uniform_workload,
+)
 
 Generate = Callable[[Workload], list[int]]
 """Runs a workload that is submitted at once, and returns the number of tokens of each output."""
@@ -37,8 +45,8 @@ def run_peer(package: str, doc: str | None, start: Start) -> None:
         with start(folder, args) as generate:
             _report("seconds_to_ready", time.perf_counter() - began, "s", peer)
             work = uniform_workload(*args.uniform) if args.uniform else make_workload(args.shape)
-            for name, each in args.works or [("output_tokens_per_s", work)]:
-                _measure(name, generate, each, args.runs, peer)
+            for name, each, runs in args.works or [NamedWork("output_tokens_per_s", work)]:
+                _measure(name, generate, each, runs or args.runs, peer)
             if args.single:
                 _measure("single_sequence_tokens_per_s", generate, single_sequence(args.shape), args.runs, peer)
 
@@ -58,7 +66,7 @@ def _report(name: str, value: float, unit: str, peer: dict[str, object]) -> None
     print(json.dumps({"name": name, "value": round(value, 4), "unit": unit} | peer), flush=True)
 
 
-def parse_args(doc: str | None) -> argparse.Namespace:
+def parse_args(doc: str | None, argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     switch = argparse.BooleanOptionalAction
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="where the engine runs (cuda)")
@@ -81,7 +89,7 @@ def parse_args(doc: str | None) -> argparse.Namespace:
         nargs="+",
         type=parse_work,
         default=[],
-        metavar="NAME=COUNTxPROMPTxOUTPUT",
+        metavar=WORK_SYNTAX,
         help="run these workloads in one engine instead of the workload",
     )
     parser.add_argument("--memory", type=float, help="share of the GPU's memory (that of the engine)")
@@ -91,4 +99,4 @@ def parse_args(doc: str | None) -> argparse.Namespace:
         default="dummy",
         help="dummy: the engine draws random weights; written: a folder with random weights (dummy)",
     )
-    return parser.parse_args()
+    return parser.parse_args(argv)

@@ -49,7 +49,7 @@ def test_every_case_is_a_command_line_that_offline_takes() -> None:
         module, *argv = case.part.command.split()
         assert module == "offline"
         args = offline.parse_args([*argv, "--device", "cuda"])
-        assert [name for name, _ in args.works] == ["few", "many"] and args.all_graphs and not args.ceilings
+        assert [work.name for work in args.works] == ["few", "many"] and args.all_graphs and not args.ceilings
 
 
 def test_the_whole_card_takes_turns_with_the_smaller_ones() -> None:
