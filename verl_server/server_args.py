@@ -170,7 +170,8 @@ class ServerArgs:
     mem_fraction_static: float = 0.85
     """Share of the free GPU memory for weights and KV cache together. The free memory is measured before the weights
     are loaded. The rest is for activations, CUDA graphs, sampling and received weights. If it is too small for the
-    largest step and all graphs, the KV cache gets less than this share. The log shows the parts as a table."""
+    largest step and all graphs, the KV cache gets less than this share. The log shows the parts as a table. With
+    `engine="vllm"` it is a share of the whole GPU, and all of it must be free."""
     kv_cache_gib: float = 2.0
     """Most GiB for the KV cache on the CPU. (On CUDA, `mem_fraction_static` determines the size.)"""
     max_total_tokens: int | None = None

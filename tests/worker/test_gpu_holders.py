@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.held_memory import smaller_card
+from benchmarks.shapes import shape_folder
+from verl_server import HttpServerEngineAdapter
+from verl_server.errors import ServerLaunchError
 from verl_server.worker import gpu_holders as module
+from verl_server.worker.cuda_context import find_uuid
+from verl_server.worker.device import device_uuid
 from verl_server.worker.gpu_holders import GpuHolders, gpu_holders, holders_sentence
 
 GIB = 2**30
@@ -95,3 +102,31 @@ def test_an_unknown_gpu_or_a_missing_library_is_no_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module.ctypes, "CDLL", missing)
     assert holders_sentence(UUID) == ""
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.gpu_alone
+def test_the_library_and_torch_agree() -> None:
+    free, total = torch.cuda.mem_get_info(0)
+    uuid = device_uuid(torch.device("cuda", 0))
+    found = gpu_holders(uuid)
+    assert found is not None and find_uuid(0) == uuid
+    assert abs(found.total - total) < 2 * GIB and abs(found.free - free) < 2 * GIB
+
+
+@pytest.mark.cuda
+@pytest.mark.gpu_alone
+def test_a_start_beside_a_process_that_holds_the_rest_says_what_is_needed(tmp_path: Path) -> None:
+    folder = shape_folder(tmp_path, "0.6b")
+    settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda"}
+    torch.cuda.empty_cache()
+    with (
+        smaller_card(3.0),
+        pytest.raises(ServerLaunchError, match=r"does not fit this GPU: 4\.\d\d GiB are needed") as error,
+    ):
+        HttpServerEngineAdapter(model_path=str(folder), port=0, **settings)
+    assert "Other processes hold" in str(error.value) and "Traceback" not in str(error.value)
+    assert "chunked_prefill_size=" in str(error.value)
