@@ -192,7 +192,8 @@ def _limits(table: Table, cells: list[Cell]) -> str:
             return (
                 f"A plain copy moves {_number(copy)} GB/s (read and written), and a large matrix product makes "
                 f"{_number(product)} GFLOP/s on this card. The limits are computed from a copy and a product that the "
-                "processes of this project's engine measure; that of a push is a plain copy of the same bytes."
+                "processes of this project's engine measure, for all requests of a workload at once, whatever the KV "
+                "cache holds; that of a push is a plain copy of the same bytes."
             )
     return ""
 

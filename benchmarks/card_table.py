@@ -1,7 +1,7 @@
 """One card, three engines: this project's, vLLM and SGLang with the same work, by turns, beside the card's limits.
 
     python -m benchmarks.card_table --out runs/h100.jsonl --minutes 9.5
-    python -m benchmarks.card_table --out runs/h100.jsonl --render docs/h100.md
+    python -m benchmarks.card_table --out runs/h100.jsonl --render h100.md
     python -m benchmarks.card_table --out runs/h100.jsonl --vllm-python /venvs/vllm/bin/python --sglang-python ...
     python -m benchmarks.card_table --out /tmp/cpu.jsonl --device cpu --shapes tiny --rounds 1
 

@@ -125,7 +125,7 @@ def test_a_start_beside_a_process_that_holds_the_rest_says_what_is_needed(tmp_pa
     torch.cuda.empty_cache()
     with (
         smaller_card(3.0),
-        pytest.raises(ServerLaunchError, match=r"does not fit this GPU: 4\.\d\d GiB are needed") as error,
+        pytest.raises(ServerLaunchError, match=r"does not fit this GPU \(cuda:0\): 4\.\d\d GiB are needed") as error,
     ):
         HttpServerEngineAdapter(model_path=str(folder), port=0, **settings)
     assert "Other processes hold" in str(error.value) and "Traceback" not in str(error.value)

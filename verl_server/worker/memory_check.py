@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from verl_server.errors import BadRequestError
 from verl_server.server_args import ServerArgs
 from verl_server.worker.kv_cache import KVCache
@@ -30,6 +32,7 @@ def check_memory(
     page_bytes: int,
     context_length: int,
     needs_with: Callable[[ServerArgs], Needs],
+    device: torch.device,
 ) -> None:
     """Raise BadRequestError if the free memory cannot hold the weights, all other parts and the smallest KV pool.
 
@@ -42,8 +45,8 @@ def check_memory(
     holders = account.holders()
     if (needed := account.needed(needs) + least) > free:
         raise BadRequestError(
-            f"The model does not fit this GPU: {gib(needed)} are needed ({_parts(account, least)}), and {gib(free)} "
-            f"were free at the start. {holders}{' ' if holders else ''}"
+            f"The model does not fit this GPU ({device}): {gib(needed)} are needed ({_parts(account, least)}), and "
+            f"{gib(free)} were free at the start. {holders}{' ' if holders else ''}"
             f"{_smaller(args, account, useful, needs_with)}"
         )
     static = round(free * fraction)

@@ -327,7 +327,7 @@ class ModelRunner:
         args = self._args
         account = MemoryAccount(memory, needs_with(args), args.mem_fraction_static, free=free, collectives=collectives)
         page = page_bytes(self.config, self.tp.size, args.page_size, self.dtype)
-        check_memory(args, account, page, self.context_length, needs_with)
+        check_memory(args, account, page, self.context_length, needs_with, self.device)
         return account
 
     def _build(self, ops: Ops) -> Decoder:
