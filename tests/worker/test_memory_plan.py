@@ -185,6 +185,22 @@ def test_a_model_that_no_setting_helps_says_so(large: Path) -> None:
     assert "It fits" not in message and "Use a smaller model or a larger tp_size" in message
 
 
+def test_settings_that_are_the_smallest_already_are_not_advised(large: Path) -> None:
+    smallest = {"chunked_prefill_size": 256, "max_running_requests": 8, "disable_cuda_graph": True}
+    with pytest.raises(BadRequestError, match=r"With a small KV cache \d+\.\d\d GiB are needed\. Use a smaller model"):
+        plan(large, Card(16), **smallest)
+
+
+def test_nobody_asks_who_holds_memory_at_a_start_that_fits(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's library takes time, and no start needs it."""
+
+    def asked(_: Card) -> str:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(Card, "holders", asked)
+    plan(large, Card(24))
+
+
 @pytest.mark.parametrize("total", [24, 48, 80])
 def test_a_share_that_is_too_small_names_one_that_helps(large: Path, total: int) -> None:
     with pytest.raises(BadRequestError, match=r"mem_fraction_static=0\.1 is too small") as error:

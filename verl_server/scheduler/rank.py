@@ -157,13 +157,14 @@ def _build_runner(server_args: ServerArgs, tp: TpGroup, device: torch.device, st
     except Exception as error:
         if device.type != "cuda" or not is_out_of_memory(error):
             raise
-        holders = holders_sentence(find_uuid(device.index or 0))
         first, *_ = str(error).splitlines()  # the driver's errors go on with advice for programmers
-        raise ServerUnavailableError(
-            f"{device} ran out of memory while the engine was built: {first} {holders}{' ' if holders else ''}Free "
-            "memory on the device (in a trainer: offload, then torch.cuda.empty_cache()) and start again, or use a "
-            "smaller model or a larger tp_size."
-        ) from error
+        sentences = (
+            f"{device} ran out of memory while the engine was built: {first}",
+            holders_sentence(find_uuid(device.index or 0)),
+            "Free memory on the device (in a trainer: offload, then torch.cuda.empty_cache()) and start again, or use "
+            "a smaller model or a larger tp_size.",
+        )
+        raise ServerUnavailableError(" ".join(filter(None, sentences))) from error
 
 
 def _end_if_lost(stager: Stager) -> None:

@@ -165,14 +165,14 @@ class DeviceRegion:
             if error.code != _OUT_OF_MEMORY:
                 raise
             free, total = torch.cuda.mem_get_info(self.device)
-            holders = holders_sentence(find_uuid(self.device.index))
-            raise ServerUnavailableError(
+            sentences = (
                 f"{self.device} has {free / 2**30:.2f} GiB of {total / 2**30:.2f} GiB free, but "
-                f"{self.nbytes / 2**30:.2f} GiB are needed for the weights or the KV cache. "
-                f"{holders}{' ' if holders else ''}Free memory on the device (in a trainer: offload, then "
-                "torch.cuda.empty_cache()) and try again. A server with a smaller mem_fraction_static needs less for "
-                "its KV cache."
-            ) from None
+                f"{self.nbytes / 2**30:.2f} GiB are needed for the weights or the KV cache.",
+                holders_sentence(find_uuid(self.device.index)),
+                "Free memory on the device (in a trainer: offload, then torch.cuda.empty_cache()) and try again. A "
+                "server with a smaller mem_fraction_static needs less for its KV cache.",
+            )
+            raise ServerUnavailableError(" ".join(filter(None, sentences))) from None
 
 
 def pin(memory: Tensor, device: torch.device) -> None:

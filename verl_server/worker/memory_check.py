@@ -42,21 +42,25 @@ def check_memory(
     least = _LEAST_PAGES * page_bytes
     useful = (math.ceil(min(context_length, _USEFUL_TOKENS) / args.page_size) + 1) * page_bytes
     free, needs, fraction = account.free_at_start, account.needs, args.mem_fraction_static
-    holders = account.holders()
     if (needed := account.needed(needs) + least) > free:
-        raise BadRequestError(
+        raise _refusal(
             f"The model does not fit this GPU ({device}): {gib(needed)} are needed ({_parts(account, least)}), and "
-            f"{gib(free)} were free at the start. {holders}{' ' if holders else ''}"
-            f"{_smaller(args, account, useful, needs_with)}"
+            f"{gib(free)} were free at the start.",
+            account.holders(),
+            _smaller(args, account, useful, needs_with),
         )
     static = round(free * fraction)
     if needs.weights + least > static:
-        raise BadRequestError(
+        raise _refusal(
             f"mem_fraction_static={fraction:g} is too small: weights and KV cache may take {gib(static)} of the "
-            f"{gib(free)} that were free at the start, and the weights alone take {gib(needs.weights)}. "
-            f"{holders}{' ' if holders else ''}Raise mem_fraction_static to "
-            f"{_fraction(needs.weights + useful, free):g} or more."
+            f"{gib(free)} that were free at the start, and the weights alone take {gib(needs.weights)}.",
+            account.holders(),
+            f"Raise mem_fraction_static to {_fraction(needs.weights + useful, free):g} or more.",
         )
+
+
+def _refusal(*sentences: str) -> BadRequestError:
+    return BadRequestError(" ".join(filter(None, sentences)))
 
 
 def _parts(account: MemoryAccount, kv_cache: int) -> str:
@@ -69,19 +73,24 @@ def _parts(account: MemoryAccount, kv_cache: int) -> str:
 
 def _smaller(args: ServerArgs, account: MemoryAccount, kv_cache: int, needs_with: Callable[[ServerArgs], Needs]) -> str:
     """Return sentences about settings with which the engine fits with `kv_cache` bytes of KV pool."""
-    free, last = account.free_at_start, 0
+    free = account.free_at_start
     for changes in _candidates(args):
         needs = needs_with(args.replace(**changes))
-        last = account.needed(needs) + kv_cache
-        if last <= free:
+        needed = account.needed(needs) + kv_cache
+        if needed <= free:
             if needs.weights + kv_cache > round(free * args.mem_fraction_static):
                 changes["mem_fraction_static"] = _fraction(needs.weights + kv_cache, free)
-            given = ", ".join(f"{name}={value}" for name, value in changes.items())
-            return f"It fits with {given} ({gib(last)}). Or use a smaller model or a larger tp_size, or free memory."
+            advice = "Or use a smaller model or a larger tp_size, or free memory."
+            return f"It fits with {_text(changes)} ({gib(needed)}). {advice}"
+    smallest = f"With the smallest settings ({_text(changes)}) and" if changes else "With"
     return (
-        f"With the smallest settings ({', '.join(f'{name}={value}' for name, value in changes.items())}) and a small "
-        f"KV cache {gib(last)} are needed. Use a smaller model or a larger tp_size, or free memory of this GPU."
+        f"{smallest} a small KV cache {gib(needed)} are needed. Use a smaller model or a larger tp_size, or free "
+        "memory of this GPU."
     )
+
+
+def _text(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _candidates(args: ServerArgs) -> list[dict[str, Any]]:
