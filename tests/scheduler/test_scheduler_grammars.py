@@ -28,7 +28,7 @@ from verl_server.messages.io_struct import (
 )
 from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, MakeMasks, SampleSpec
 from verl_server.sampling_params import SamplingParams
-from verl_server.scheduler.step_masks import MaskedStep
+from verl_server.scheduler.step_masks import MaskedStep, StartedMasks
 from verl_server.worker.forward_batch import ForwardBatch
 
 SCHEMA = json.dumps(
@@ -301,14 +301,14 @@ def test_eos_is_allowed_where_the_grammar_accepts() -> None:
     seen: list[list[int]] = []
     masks = h.scheduler.grammars.masks
     assert masks is not None
-    compute = masks.compute
+    finish = masks.finish
 
     def spy(*args: Any) -> MaskedStep:
-        result = compute(*args)
+        result = finish(*args)
         seen.append(sorted(allowed_tokens(result.masks, 0)) if result.masks else [])
         return result
 
-    masks.compute = spy  # type: ignore[method-assign]
+    masks.finish = spy  # type: ignore[method-assign]
     h.constrain("s1", "regex", "ab?", stop_ids=[EOS, 300])
     h.finish()
     assert seen[0] == [69] and seen[1] == [EOS, 70, 300]
@@ -515,13 +515,13 @@ def hold(h: GrammarHarness, is_held: Callable[[Matcher], bool]) -> HeldMasks:
     """Let the logits of every step be computed at once, and hold masks."""
     executor, masks = HeldMasks(is_held), h.scheduler.grammars.masks
     assert masks is not None
-    masks.executor, compute = executor, masks.compute
+    masks.executor, start = executor, masks.start
 
-    def release_first(*args: Any) -> MaskedStep:
+    def release_first(*args: Any) -> StartedMasks | None:
         executor.release()
-        return compute(*args)
+        return start(*args)
 
-    masks.compute = release_first  # type: ignore[method-assign]
+    masks.start = release_first  # type: ignore[method-assign]
     h.runner.is_computed = lambda: True
     return executor
 

@@ -195,6 +195,29 @@ class BatchPlanner:
             self.retract(max(self.running, key=_arrival))
             retracted = True
 
+    def plan_ahead(self, only_started: bool) -> ScheduleBatch | None:
+        """Return the next step before it can be launched, or None if `plan` must plan it.
+
+        The step is the one that `plan` returns now with `settled=False`, and it only decodes: no request may be
+        admitted, no prefill continues, and pages suffice. So `ScheduleBatch.undo` reverses it. Before its launch,
+        `confirm` says whether it is still the next step.
+        """
+        if self.limits.are_active or self._may_admit(only_started):
+            return None
+        decodes, growing, prefills = self._split_running()
+        if not decodes or prefills or len(growing) > self.cache.available_pages():
+            return None
+        for req in growing:
+            self._grow(req, 1)
+        return ScheduleBatch.build(decodes)
+
+    def confirm(self, planned: ScheduleBatch, only_started: bool) -> bool:
+        """Return True if the result of `plan_ahead` is still the next step, which must be launched at once then."""
+        if self._may_admit(only_started) or any([req.row < 0 for req in planned.reqs]):
+            return False
+        self.admission.reserve.step_planned(retracted=False)
+        return True
+
     def collected(self, batch: ScheduleBatch) -> list[Req]:
         """Record that the step was computed. Return the requests whose prefill it continued, for `share`."""
         self.limits.succeeded(batch)
@@ -283,7 +306,7 @@ class BatchPlanner:
     def _admit(self, budget: int, room: int, only_started: bool) -> list[Req]:
         """Start up to `room` waiting requests while budget and rows suffice. Return the started requests."""
         admitted: list[Req] = []
-        if budget <= 0 or room <= 0 or not self.rows.available or (only_started and not self._num_retracted):
+        if budget <= 0 or room <= 0 or not self._may_admit(only_started):
             return admitted
         for req, node in self.admission.admitted(self.running, only_started, self._reportable_tokens):
             self._start(req, node)
@@ -292,6 +315,10 @@ class BatchPlanner:
             if budget <= 0 or len(admitted) >= room or not self.rows.available:
                 break
         return admitted
+
+    def _may_admit(self, only_started: bool) -> bool:
+        """Return False if the next step cannot start any waiting request."""
+        return bool(self.waiting) and self.rows.available > 0 and (not only_started or self._num_retracted > 0)
 
     def _start(self, req: Req, node: PageNode) -> None:
         """Assign a row, and the cached pages from the root to `node`, to a waiting request."""
@@ -386,7 +413,6 @@ class BatchPlanner:
         for req in self.running:
             assert req.node is not None and req.cached_len <= len(req.pages) * self.page_size
             assert req.node.depth * self.page_size <= req.sound_len <= min(req.cached_len, len(req.token_ids))
-            assert 0 <= req.num_pending <= 1, "more than one step is in flight"
             assert req.pages[: req.num_shared] == self.cache.path_pages(req.node), "a shared page is not cached"
             owned += req.pages[req.num_shared :]
         assert len(set(owned)) == len(owned), "a KV page has two owners"

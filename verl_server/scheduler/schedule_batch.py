@@ -190,7 +190,8 @@ class Req:
         self.sound_len = 0
         """Number of leading tokens whose KV comes from collected steps or from the prefix cache."""
         self.num_pending = 0
-        """Number of tokens that steps in flight sample: at most 1 between turns, 2 while a step is being collected."""
+        """Number of tokens of the request that steps in flight, and the step that is planned ahead, sample: at most 2.
+        """
         self.page_updates: list[tuple[int, list[int]]] = []
         """(first column, pages) entries that the next step writes into the page table."""
         self.prefilling = False
@@ -256,8 +257,9 @@ class ScheduleBatch:
 
     @classmethod
     def build(cls, reqs: list[Req]) -> ScheduleBatch:
-        """Return the step that the planned lengths describe, and advance the lengths: it must be launched at once.
+        """Return the step that the planned lengths describe, and advance the lengths.
 
+        The step must be launched before another one is built, or `undo` must reverse it.
         The page updates of `reqs` move into the step. A pending token is -1 in `input_ids`.
         """
         forward = ForwardBatch(
@@ -292,7 +294,7 @@ class ScheduleBatch:
         return batch
 
     def undo(self) -> None:
-        """Reverse `build` for the requests that still run, after the step could not be launched.
+        """Reverse `build` for the requests that still run. The step was not launched, or its launch failed.
 
         The requests keep their pages. The step may have written KV beyond `cached_len` only, and a later step writes
         this KV again.
@@ -311,12 +313,26 @@ class ScheduleBatch:
     def leave_out(self, reqs: list[Req]) -> None:
         """Drop the sampled tokens of `reqs`, which still run. A later step computes their newest token again.
 
-        Call it after the launch of this step, before its results are collected and before a later step is planned.
+        Call it after the forward pass of this step was launched, before its results are collected. If the next step
+        was built already, call `repeat` of the next step, too.
         """
         for req in reqs:
             req.num_pending -= 1
             req.cached_len -= 1
         self.left_out.update(reqs)
+
+    def repeat(self, reqs: list[Req]) -> bool:
+        """Compute the newest token of `reqs` again, which the step before left out. This step only decodes.
+
+        Return False, and change nothing, if one of `reqs` is not in this step.
+        """
+        entries = {req: entry for entry, req in enumerate(self.reqs)} if reqs else {}
+        if any(req not in entries for req in reqs):
+            return False
+        for req in reqs:
+            self.forward.cached_lens[entries[req]] -= 1
+            self.forward.input_ids[entries[req]] = req.token_ids[-1]
+        return True
 
     def reads_outputs(self) -> bool:
         """Return True if the next step needs the values of this step's tokens before it can be launched."""

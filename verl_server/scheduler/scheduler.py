@@ -18,7 +18,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from verl_server.errors import BadRequestError
@@ -35,7 +34,7 @@ from verl_server.messages.io_struct import (
     TokenizedGenerateReq,
     WithdrawReq,
 )
-from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, TokenMasks
+from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput
 from verl_server.scheduler.batch_planner import BatchPlanner
 from verl_server.scheduler.control.control_queue import ControlQueue
 from verl_server.scheduler.control.profiler import StepProfiler
@@ -43,16 +42,12 @@ from verl_server.scheduler.grammars import Grammars
 from verl_server.scheduler.request_checks import check_request
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
+from verl_server.scheduler.step_pipeline import MEMORY_REMEDY, StepPipeline
 from verl_server.server_args import ServerArgs
-from verl_server.worker.device import is_out_of_memory
-from verl_server.worker.tp_worker import Step, TpWorker
+from verl_server.worker.tp_worker import TpWorker
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = (
-    "Request fewer log-probabilities (top_logprobs_num, token_ids_logprob), or leave more memory to steps: start the "
-    "server with a smaller mem_fraction_static, chunked_prefill_size or max_running_requests."
-)
 _NOTHING_ALLOWED = (
     "No token can be sampled: the grammar, allowed_token_ids, bad_words, logit_bias and min_new_tokens together forbid "
     "every token."
@@ -62,7 +57,8 @@ _MASK_TOO_LARGE = (
     "together. Use a smaller top_k."
 )
 _TOO_LARGE = (
-    "Sampling for this request takes up to {needed} MiB in a step, but this server has {budget} MiB for it. " + _REMEDY
+    "Sampling for this request takes up to {needed} MiB in a step, but this server has {budget} MiB for it. "
+    + MEMORY_REMEDY
 )
 
 
@@ -102,8 +98,7 @@ class Scheduler:
         self._arrivals = 0
         self._seeds = random.Random(server_args.random_seed)
         """Source of seeds for requests without a `sampling_seed`."""
-        self._in_flight: tuple[ScheduleBatch, Step] | None = None
-        """The step that was launched and not yet collected. Between two turns it is None unless the runner overlaps."""
+        self.steps = StepPipeline(self.planner, worker, self.grammars, self)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -136,12 +131,14 @@ class Scheduler:
         self._queue_compiled()
         self.emit()  # answer aborts before the next step, not after it
         if not self.has_runnable():
-            self._collect()
+            self.steps.collect()
         elif (refusal := self.worker.weights.refusal()) is not None:
             self.settle()
             self.abort_all(refusal, status_code=503)
         else:
-            self._step()
+            self.profiler.step()
+            self.steps.advance(only_started=self.control.draining)
+            self.control.step_taken()
         self.emit()
         if self.server_args.check_invariants or not self.planner.running:
             self.check_invariants(deep=self.server_args.check_invariants)
@@ -152,7 +149,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Return True if the next turn has anything to do. If not, the loop may sleep until a message arrives."""
-        idle = self._in_flight is None and not self.has_runnable() and not self.grammars.has_compiled()
+        idle = self.steps.is_empty and not self.has_runnable() and not self.grammars.has_compiled()
         return not idle or self.control.is_ready()
 
     @property
@@ -165,8 +162,7 @@ class Scheduler:
 
         Called before weights, memory or running requests change, and before the process ends.
         """
-        self._collect()
-        self.emit()
+        self.steps.settle()
 
     def emit(self) -> None:
         """Send the entries that were collected since the last message, if any."""
@@ -217,7 +213,7 @@ class Scheduler:
         failure = None if req.grammar is None else req.grammar.compile_failure()
         self.planner.add(req)
         if failure is not None:
-            self._end(req, failure)
+            self.end(req, failure)
 
     def _refuse(self, message: TokenizedGenerateReq, reason: FinishReason) -> None:
         self._output.add_refusal(message.rid, reason)
@@ -241,27 +237,27 @@ class Scheduler:
         if message.abort_all:
             self.abort_all("Aborted")
         elif (req := self.requests.get(message.rid)) is not None:
-            self._abort(req, "Aborted", None)
+            self.abort(req, "Aborted", None)
 
     # -- requests out ----------------------------------------------------------------------------------------
 
     def abort_all(self, message: str, status_code: int | None = None) -> None:
         """End every live request with the output that it has so far."""
         for req in list(self.requests.values()):
-            self._abort(req, message, status_code)
+            self.abort(req, message, status_code)
 
     def demands(self) -> list[tuple[str, str]]:
         return [(req.rid, req.weight_demand) for req in self.requests.values() if req.weight_demand]
 
     def end_request(self, rid: str, reason: FinishReason) -> None:
-        self._end(self.requests[rid], reason)
+        self.end(self.requests[rid], reason)
 
-    def _abort(self, req: Req, message: str, status_code: int | None, *, cache: bool = True) -> None:
+    def abort(self, req: Req, message: str, status_code: int | None, *, cache: bool = True) -> None:
         if status_code is None and not req.started:
             message = "Abort in waiting queue"
-        self._end(req, FinishReason(type="abort", message=message, status_code=status_code), cache=cache)
+        self.end(req, FinishReason(type="abort", message=message, status_code=status_code), cache=cache)
 
-    def _end(self, req: Req, reason: FinishReason, *, cache: bool = True) -> None:
+    def end(self, req: Req, reason: FinishReason, *, cache: bool = True) -> None:
         """Answer a request with an abort, and free its resources."""
         self._remove(req, cache=cache)
         self.stats.num_aborted += 1
@@ -275,94 +271,7 @@ class Scheduler:
 
     # -- one step --------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        """Launch the next step, then collect the step before it.
-
-        If grammars constrain the next step, the step before it is collected between the forward pass and the sampling
-        of the next one, because the masks follow from its tokens.
-        """
-        if self._in_flight is not None and self._in_flight[0].reads_outputs():
-            self._collect()
-        self.profiler.step()
-        batch = self.planner.plan(only_started=self.control.draining, settled=self._in_flight is None)
-        self.control.step_taken()
-        if batch is None:
-            self._collect()
-            return
-        try:
-            make_masks = partial(self._masks, batch) if batch.has_grammars else None
-            step = self.worker.launch(batch.forward, batch.specs, make_masks)
-        except Exception as error:
-            if not self.worker.is_recoverable(error):
-                raise
-            self.settle()  # the results of the step before are complete
-            if is_out_of_memory(error):
-                self._retry_smaller(batch, error)
-            else:
-                self._fail(batch, error)
-            return
-        self._collect()
-        self._in_flight = batch, step
-        if not self.worker.runner.overlaps:
-            self._collect()
-
-    def _masks(self, batch: ScheduleBatch, is_computed: Callable[[], bool] | None) -> TokenMasks | None:
-        """Return the masks for the sampling of `batch`, whose forward pass was launched.
-
-        `is_computed` is as in `StepMasks.compute`. If the matcher of a request failed, the request ends with the
-        reason. If the mask of a request is late, the request samples no token in this step.
-        """
-        self._collect()
-        assert self.grammars.masks is not None
-        step = self.grammars.masks.compute(batch.sampled, is_computed)
-        for req, reason in step.failures:
-            self._end(req, reason)
-        batch.leave_out(step.late)
-        return step.masks
-
-    def _collect(self) -> None:
-        """Wait for the result of the step in flight, if any, and process it."""
-        if self._in_flight is None:
-            return
-        (batch, step), self._in_flight = self._in_flight, None
-        try:
-            output = step.result()
-        except Exception as error:
-            if not self.worker.is_recoverable(error):
-                raise
-            self._fail(batch, error)
-            return
-        prefilled = self.planner.collected(batch)
-        self._process(batch, output, prefilled)
-        self.planner.share(prefilled)  # after `_process`, which freed pages that hold NaN
-
-    def _fail(self, batch: ScheduleBatch, error: Exception) -> None:
-        """End the requests of a step that could not be computed.
-
-        Drop their results of the step that was launched after it.
-        """
-        logger.error("A step of %d requests failed; they are aborted.", len(batch.reqs), exc_info=error)
-        for req in batch.reqs:
-            if req.row >= 0:
-                self._abort(req, f"The step failed: {type(error).__name__}: {error}", 500, cache=False)
-
-    def _retry_smaller(self, batch: ScheduleBatch, error: Exception) -> None:
-        """Plan smaller steps after `batch` ran out of memory at its launch. End a request that fails alone."""
-        req = self.planner.out_of_memory(batch)
-        if req is None:
-            logger.warning(
-                "A step of %d requests and %d tokens ran out of memory. The requests are computed in smaller steps. "
-                "%s (%s)",
-                len(batch.reqs),
-                len(batch.forward.input_ids),
-                _REMEDY,
-                error,
-            )
-        elif req.row >= 0:
-            logger.error("Request %s ran out of memory in a step by itself and is aborted.", req.rid, exc_info=error)
-            self._abort(req, f"Out of memory in a step with this request alone: {error} {_REMEDY}", 500, cache=False)
-
-    def _process(self, batch: ScheduleBatch, output: ForwardOutput, prefilled: list[Req]) -> None:
+    def process(self, batch: ScheduleBatch, output: ForwardOutput, prefilled: list[Req]) -> None:
         """Append the new tokens to their requests, end the finished requests, and collect the entries to send.
 
         The results of requests that ended since the launch are dropped.
@@ -476,10 +385,8 @@ class Scheduler:
         self.planner.check_invariants(deep)
         compiling = list(self.grammars.waiting.values())
         assert len(self.requests) == len(self.planner.waiting) + len(self.planner.running) + len(compiling)
-        assert self._in_flight is None or self.worker.runner.overlaps, "a step was not collected"
+        self.steps.check_invariants(deep)
         if deep:
-            pending = [] if self._in_flight is None else [req for req in self._in_flight[0].reqs if req.num_pending]
-            assert sum(req.num_pending for req in self.planner.running) == len(pending), "a pending token was lost"
             listed = sorted(req.rid for req in [*self.planner.waiting, *self.planner.running, *compiling])
             assert listed == sorted(self.requests), "a live request is neither waiting nor running"
 

@@ -1,6 +1,7 @@
 """`StepMasks`: computes which tokens the rows of a step may sample, and advances the matchers by sampled tokens.
 
-`Grammars` makes it and the `Scheduler` calls it, between the forward pass of a step and its sampling.
+`Grammars` makes it. The `StepPipeline` calls `start` and `finish` between the forward pass of a step and its sampling,
+and sends and plans between these calls, while threads compute. The `Scheduler` calls `consume` for each collected step.
 
 Most masks take some 7 microseconds to compute, and a few take milliseconds. A wait for the slow masks would delay all
 other rows. So the step samples no token for a row whose mask is late, and a later step uses the mask.
@@ -50,6 +51,21 @@ class _Buffer:
         return self.run is None or self.run.all_done
 
 
+@dataclass
+class StartedMasks:
+    """Masks that threads compute: from `StepMasks.start` to `StepMasks.finish`."""
+
+    rows: list[tuple[int, Req, RequestGrammar]]
+    """(row of the step, request, its grammar). The rows without a late mask of an earlier step come first."""
+    num_fresh: int
+    """Number of rows without a late mask of an earlier step. Threads compute the masks of these rows."""
+    num_live: int
+    """Number of rows of the step whose request still runs, with free rows."""
+    buffer: _Buffer
+    words: torch.Tensor
+    """int32 [len(rows), words]: the part of the buffer that the masks are written into."""
+
+
 class StepMasks:
     def __init__(self, num_words: int, max_rows: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
         """`num_words` is the number of words of a mask. `max_rows` is the most rows of a step."""
@@ -60,33 +76,43 @@ class StepMasks:
         self._eos_words, self._eos_shifts = eos // 32, eos % 32
         """Words of a mask that hold the bits of EOS tokens, and the places of the bits in these words."""
 
-    def compute(self, sampled: Sequence[Req], is_computed: Callable[[], bool] | None) -> MaskedStep:
-        """Compute the masks for the rows of a step.
+    def start(self, sampled: Sequence[Req]) -> StartedMasks | None:
+        """Start to compute the masks for the rows of a step in threads. Return None if no row needs a mask.
 
         `sampled` are the requests of the step. Their earlier tokens must have been consumed. A request that ended has
-        no mask. `is_computed` returns True when the logits of the step are computed. A mask that is not ready at that
-        time is late. If `is_computed` is None, no mask is late.
+        no mask. Until `finish`, no request of `sampled` may end, because the matchers belong to the threads.
         """
-        step = MaskedStep(None, [], [])
         rows = [(row, req, _grammar_of(req)) for row, req in enumerate(sampled) if req.grammar and req.row >= 0]
         if not rows:
-            return step
+            return None
         # The fresh rows come first, because a run writes neighbouring rows.
         rows.sort(key=lambda entry: entry[2].late is not None)
-        grammars = [grammar for _, _, grammar in rows]
-        num_fresh = sum(grammar.late is None for grammar in grammars)
-        num_live = sum(req.row >= 0 for req in sampled)
+        fresh = [grammar for _, _, grammar in rows if grammar.late is None]
         buffer = self._take_buffer()
         words = buffer.words[: len(rows)]
-        bits: Words = words.numpy()
+        if fresh:
+            buffer.run = self.executor.start([grammar.open() for grammar in fresh], words.numpy()[: len(fresh)])
+        return StartedMasks(rows, len(fresh), sum(req.row >= 0 for req in sampled), buffer, words)
+
+    def finish(self, started: StartedMasks | None, is_computed: Callable[[], bool] | None) -> MaskedStep:
+        """Wait for the masks that `start` started.
+
+        `is_computed` returns True when the logits of the step are computed. A mask that is not ready at that time is
+        late. If `is_computed` is None, no mask is late.
+        """
+        step = MaskedStep(None, [], [])
+        if started is None:
+            return step
+        rows, num_fresh, buffer = started.rows, started.num_fresh, started.buffer
+        grammars = [grammar for _, _, grammar in rows]
+        bits: Words = started.words.numpy()
         ready = np.zeros(len(rows), dtype=bool)
         if num_fresh:
-            matchers = [grammar.open() for grammar in grammars[:num_fresh]]
-            buffer.run = self.executor.start(matchers, bits[:num_fresh])
+            assert buffer.run is not None
             # A step without any token would be a waste.
-            buffer.run.wait(is_computed, least=0 if len(rows) < num_live else 1)
+            buffer.run.wait(is_computed, least=0 if len(rows) < started.num_live else 1)
             buffer.late = _mark(buffer.run, grammars[:num_fresh], bits, ready)
-        waits = is_computed is None or (not num_fresh and len(rows) == num_live)
+        waits = is_computed is None or (not num_fresh and len(rows) == started.num_live)
         for place in range(num_fresh, len(rows)):
             ready[place] = _take_late(grammars[place], bits[place], wait=waits)
         for place, (_, req, grammar) in enumerate(rows):
@@ -98,7 +124,7 @@ class StepMasks:
         ends = ((bits[:, self._eos_words] >> self._eos_shifts) & 1).any(axis=1)
         for place in np.flatnonzero(ends & ready).tolist():
             self._adjust_ends(bits[place], grammars[place])
-        step.masks = TokenMasks([row for row, _, _ in rows], words)
+        step.masks = TokenMasks([row for row, _, _ in rows], started.words)
         return step
 
     def consume(self, pairs: Sequence[tuple[Req, int]]) -> None:
