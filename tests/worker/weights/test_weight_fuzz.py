@@ -25,7 +25,7 @@ from tests.depth import at_depth
 from tests.grammar.conftest import EOS
 from tests.parity.mixed_requests import grammar_tokenizer
 from tests.scheduler.fakes import FakeModelRunner, Harness, generate, logprob_of, prompt
-from tests.scheduler.test_scheduler_fuzz import Shadow
+from tests.scheduler.monkey import Shadow
 from tests.weight_sync import described
 from tests.weight_sync.fakes import SHAPES, FakeRunner, random_weights
 from verl_server.errors import VerlServerError
