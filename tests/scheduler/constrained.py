@@ -84,12 +84,13 @@ class GrammarHarness(Harness):
 class HeldRun(MaskRun):
     """Computes its rows in the test's thread: the held ones only when somebody waits for them."""
 
-    def __init__(self, matchers: Sequence[Matcher], words: Words, is_held: Callable[[Matcher], bool]) -> None:
+    def __init__(self, matchers: Sequence[Matcher], words: Words, executor: HeldMasks) -> None:
         super().__init__(matchers, words, SimpleQueue())
         self.matchers, self.held = matchers, set[int]()
-        room = len(matchers) // 4  # a step waits for three of four masks
+        self._fails = executor.fails
+        room = int(len(matchers) * executor.most_held)
         for row, matcher in enumerate(matchers):
-            if len(self.held) < room and is_held(matcher):
+            if len(self.held) < room and executor.is_held(matcher):
                 self.held.add(row)
             else:
                 self.compute_row(row)
@@ -102,6 +103,11 @@ class HeldRun(MaskRun):
         if not self.is_done(row):
             self.compute_row(row)
 
+    def compute_row(self, row: int) -> None:
+        super().compute_row(row)
+        if self._fails(self.matchers[row]):
+            self.errors[row] = RuntimeError("index out of bounds")
+
 
 class HeldMasks(MaskExecutor):
     """Holds the masks of some matchers until `release` finds that they are not held any longer."""
@@ -109,6 +115,10 @@ class HeldMasks(MaskExecutor):
     def __init__(self, is_held: Callable[[Matcher], bool]) -> None:
         super().__init__()
         self.is_held = is_held
+        self.fails: Callable[[Matcher], bool] = lambda _: False
+        """Returns True if the library fails to compute a mask."""
+        self.most_held = 0.25
+        """Fraction of the masks of a step that may be held. A step waits for three of four masks."""
         self.runs: list[HeldRun] = []
 
     @property
@@ -116,7 +126,7 @@ class HeldMasks(MaskExecutor):
         return sum(len(run.held) for run in self.runs)
 
     def start(self, matchers: Sequence[Matcher], words: Words) -> MaskRun:
-        self.runs.append(HeldRun(matchers, words, self.is_held))
+        self.runs.append(HeldRun(matchers, words, self))
         return self.runs[-1]
 
     def release(self) -> None:

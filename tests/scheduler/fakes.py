@@ -149,6 +149,8 @@ class FakeModelRunner:
         """Called with a batch, an entry, the entry's new tokens, and the KV of the entry's whole context."""
         self.fail_with: Exception | None = None
         """Raised by the next launch, if set."""
+        self.fail_sampling_with: Exception | None = None
+        """Raised by the next launch with masks, after the masks were made, if set."""
         self.fail_later_with: Exception | None = None
         """Raised by the result of the next step, if set."""
         self.masks: TokenMasks | None = None
@@ -170,6 +172,11 @@ class FakeModelRunner:
         self.queue.append(step)
         if make_masks is not None:
             step.masks = make_masks(self.is_computed)
+            if self.fail_sampling_with is not None:
+                self.queue.remove(step)
+                self.uncollected -= 1
+                error, self.fail_sampling_with = self.fail_sampling_with, None
+                raise error
         if not self.overlaps or self.is_early():
             self.compute_until(step)
         return step

@@ -54,6 +54,38 @@ def test_a_request_with_a_pending_last_token_is_not_planned() -> None:
     assert not p.planner.running
 
 
+def test_a_step_ahead_is_the_next_step_and_is_undone_with_its_pages() -> None:
+    p = Planned()
+    a = p.add("a", ids(1, 4), 20)
+    p.step()
+    before = a.cached_len, a.num_pending
+    ahead = p.planner.plan_ahead(only_started=False)
+    assert ahead is not None and len(a.pages) == 2 and not a.page_updates
+    assert p.planner.confirm(ahead, only_started=False)
+    ahead.undo()
+    assert (a.cached_len, a.num_pending) == before and len(a.page_updates) == 1
+    usual = p.planner.plan()
+    assert usual is not None and usual.forward == ahead.forward
+    p.compute(usual)
+
+
+def test_no_step_is_planned_ahead_without_pages_or_while_a_request_may_start() -> None:
+    p = Planned(num_pages=6, max_rows=3, schedule_policy="fcfs")
+    for rid, number in (("old", 1), ("new", 2)):
+        p.add(rid, ids(number, 7), 9)
+    for _ in range(5):
+        p.step()
+    ahead = p.planner.plan_ahead(only_started=False)
+    assert ahead is not None
+    p.add("third", ids(3, 7), 9)
+    assert not p.planner.confirm(ahead, only_started=False) and p.planner.confirm(ahead, only_started=True)
+    ahead.undo()
+    assert p.planner.plan_ahead(only_started=False) is None, "`third` waits for pages, and there is a row for it"
+    p.step()
+    assert p.planner.cache.available_pages() == 0
+    assert p.planner.plan_ahead(only_started=True) is None, "both need a fourth page"
+
+
 def test_a_new_version_restarts_prefills_and_shares_nothing_of_older_pages() -> None:
     p = Planned(chunk=8)
     decoding = p.add("decoding", ids(1, 5), 12)
