@@ -5,6 +5,9 @@
     python -m benchmarks.constrained --device cuda --shape 0.6b --any-object
     python -m benchmarks.constrained --device cuda --shape 0.6b --schemas 16 --bounded-strings
     python -m benchmarks.constrained --device cuda --shape 0.6b --set disable_overlap_schedule=true
+    python -m benchmarks.constrained --device cuda --shape 0.6b --trace
+    python -m benchmarks.constrained --device cuda --shape 0.6b --against ../before
+    python -m benchmarks.constrained --device cuda --shape 0.6b --trace --against ../before
 
 The model has random weights, and a generated tokenizer of words, numbers and the punctuation of JSON fills its
 vocabulary. All requests are submitted at once. The schema is an array of objects that does not end within the output,
@@ -15,6 +18,11 @@ one token. `constrained_ratio` is the median of constrained to free tokens/s. Ma
 of the same GPU differ: the `limit` of `constrained` (the median of its tokens/s) is the smaller of free tokens/s and
 `masks_tokens_per_s`, the rate at which the grammar library alone, in threads of its own, advances the matchers through
 the last run's outputs and computes all masks.
+
+`--trace` drives the scheduler in this process instead, and prints the microseconds of a step by its parts
+(`benchmarks.step_trace`) for free and for constrained outputs; on a GPU the time in which the device is idle, too; on
+the CPU without a model. `--against CHECKOUT` runs the same command with the package of another checkout by turns, and
+prints the ratios of all figures (`benchmarks.checkouts`).
 """
 
 from __future__ import annotations
@@ -23,6 +31,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,8 +40,10 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor
 
+from benchmarks import checkouts
 from benchmarks.options import engine_settings, make_parser, report, report_run
 from benchmarks.shapes import SHAPES
+from benchmarks.step_trace import Trace, Workload, device_idle
 from verl_server import Engine
 from verl_server.grammar.compiler import GrammarCompiler
 from verl_server.grammar.source import Grammar, translate
@@ -119,11 +130,16 @@ def masks_per_s(args: argparse.Namespace, folder: Path, outputs: list[list[int]]
     return rate
 
 
-def run_once(engine: Engine, args: argparse.Namespace, constrained: bool) -> tuple[float, list[list[int]]]:
-    """Return the output tokens per second of all requests at once, and the outputs."""
+def prompts_of(args: argparse.Namespace) -> list[list[int]]:
+    """Return the same prompts at each call."""
     rng = random.Random(1)
     vocab = SHAPES[args.shape]["vocab_size"]
-    prompts = [[rng.randrange(300, vocab) for _ in range(args.prompt)] for _ in range(args.requests)]
+    return [[rng.randrange(300, vocab) for _ in range(args.prompt)] for _ in range(args.requests)]
+
+
+def run_once(engine: Engine, args: argparse.Namespace, constrained: bool) -> tuple[float, list[list[int]]]:
+    """Return the output tokens per second of all requests at once, and the outputs."""
+    prompts = prompts_of(args)
     params: list[Any] = [{"max_new_tokens": args.output, "ignore_eos": True} for _ in prompts]
     if constrained:
         params = [own | {"json_schema": schemas(args)[i % args.schemas]} for i, own in enumerate(params)]
@@ -139,13 +155,37 @@ def run_once(engine: Engine, args: argparse.Namespace, constrained: bool) -> tup
     return sum(tokens) / seconds, outputs
 
 
+def settings_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    own = {"disable_radix_cache": True, "max_running_requests": args.requests, "skip_tokenizer_init": False}
+    return engine_settings(args, folder, **own)
+
+
+def trace(args: argparse.Namespace, folder: Path) -> None:
+    """Print the microseconds of a step by its parts, and the idle time of a GPU."""
+    grammars = [translate(Grammar("json_schema", text), {}) for text in schemas(args)]
+    constrained = [grammars[i % len(grammars)] for i in range(args.requests)]
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    vocab = SHAPES[args.shape]["vocab_size"]
+    load = Workload(prompts_of(args), [], args.output)
+    traced = Trace(settings_of(args, folder), tokenizer, vocab, load)
+    for kind, load.grammars in (("free", [""] * args.requests), ("constrained", constrained)):
+        traced.run()  # warms up
+        steps, seconds, parts = 0, 0.0, dict[str, float]()
+        for _ in range(args.runs):
+            more, run_seconds = traced.run()
+            steps, seconds = steps + more, seconds + run_seconds
+            parts = {name: parts.get(name, 0.0) + value for name, value in traced.times.seconds.items()}
+        report(f"{kind}_step_us", 1e6 * (seconds - parts.pop("model", 0.0)) / steps, "us", steps=steps)
+        for name, value in sorted(parts.items(), key=lambda item: -item[1]):
+            report(f"{kind}_{name.replace(' ', '_')}_us", 1e6 * value / steps, "us of a step")
+        if args.device == "cuda":
+            steps, idle = device_idle(traced)
+            report(f"{kind}_idle_before_sampling_us", idle.before_sampling / steps, "us of a step")
+            report(f"{kind}_idle_elsewhere_us", idle.elsewhere / steps, "us of a step")
+
+
 def benchmark(args: argparse.Namespace, folder: Path) -> None:
-    settings: dict[str, Any] = {
-        "disable_radix_cache": True,
-        "max_running_requests": args.requests,
-        "skip_tokenizer_init": False,
-    }
-    with Engine(**engine_settings(args, folder, **settings)) as engine:
+    with Engine(**settings_of(args, folder)) as engine:
         start = time.perf_counter()
         first = {"max_new_tokens": 1, "json_schema": schema(10**6, args.bounded_strings)}
         engine.generate(input_ids=[300, 301], sampling_params=first)
@@ -179,18 +219,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--any-object", action="store_true", help="any JSON object, in place of the schema")
     parser.add_argument("--runs", type=int, default=3, help="measured pairs of runs (3)")
-    return parser.parse_args(argv)
+    parser.add_argument("--trace", action="store_true", help="print the microseconds of a step by its parts instead")
+    checkouts.add_options(parser)
+    args = parser.parse_args(argv)
+    if args.trace and args.tp != 1:
+        parser.error("--trace needs --tp 1: it drives the scheduler in this process, without other ranks.")
+    if args.trace and args.any_object:
+        parser.error("--trace needs outputs of equal length: drop --any-object.")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     report_run("benchmarks.constrained", args, argv)
+    if args.against is not None:
+        own = checkouts.without_options(sys.argv[1:] if argv is None else argv)
+        checkouts.compare("benchmarks.constrained", own, args.against, args.turns)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         shape = SHAPES[args.shape]
         tokens = json_tokens(shape["vocab_size"] - NUM_BYTE_TOKENS)
         tokenizer = byte_level_tokenizer(tokens, chat_template=CHAT_TEMPLATE)
         folder = make_model_folder(temporary, "qwen3", weights=False, tokenizer=tokenizer, **shape)
-        benchmark(args, folder)
+        (trace if args.trace else benchmark)(args, folder)
 
 
 if __name__ == "__main__":
