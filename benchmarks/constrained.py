@@ -170,12 +170,12 @@ def trace(args: argparse.Namespace, folder: Path) -> None:
     traced = Trace(settings_of(args, folder), tokenizer, vocab, load)
     for kind, load.grammars in (("free", [""] * args.requests), ("constrained", constrained)):
         traced.run()  # warms up
-        steps, seconds, parts = 0, 0.0, dict[str, float]()
+        steps, parts = 0, dict[str, float]()
         for _ in range(args.runs):
-            more, run_seconds = traced.run()
-            steps, seconds = steps + more, seconds + run_seconds
+            steps += traced.run()
             parts = {name: parts.get(name, 0.0) + value for name, value in traced.times.seconds.items()}
-        report(f"{kind}_step_us", 1e6 * (seconds - parts.pop("model", 0.0)) / steps, "us", steps=steps)
+        parts.pop("model", None)
+        report(f"{kind}_step_us", 1e6 * sum(parts.values()) / steps, "us", steps=steps)
         for name, value in sorted(parts.items(), key=lambda item: -item[1]):
             report(f"{kind}_{name.replace(' ', '_')}_us", 1e6 * value / steps, "us of a step")
         if args.device == "cuda":

@@ -3,9 +3,10 @@
 The parts are wrapped from outside. So the same file traces the scheduler of another checkout, and a part that a
 checkout does not have is left out. A part that runs within another one counts for itself alone.
 
-On a GPU the model runs, and a second pass finds in torch's profiler how long the device was idle. On the CPU no model
-runs: a step is computed at once, and its tokens are drawn from the masks. So the parts are the work of the host, which
-is the same for a GPU, except for the launches.
+On a GPU the model runs, the parts are wall time, and a second pass finds in torch's profiler how long the device was
+idle. On the CPU no model runs: a step is computed at once, and its tokens are drawn from the masks. The parts are
+processor time of the scheduler's thread then, so threads that compute masks and other programs do not count. This is
+the host's own work for a step, which is the same for a GPU, except for the launches.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _OTHER = "other"
 class PartTimes:
     """Seconds by part. Time within a part that another part interrupts does not count for the former."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._clock = clock
         self._stack: list[str] = []
@@ -117,9 +118,9 @@ class DrawnStep:
             tokens = [300] * self._count
             rows = [] if self._masks is None else self._masks.rows
             for place, row in enumerate(rows):
-                words = self._masks.words[place].numpy()  # type: ignore[union-attr]
+                words = self._masks.words[place].numpy().copy()  # type: ignore[union-attr]  # threads write late masks
                 allowed = np.flatnonzero(words)
-                if len(allowed):  # else the mask is late
+                if len(allowed):
                     word = allowed[self._rng.randrange(len(allowed))]
                     bits = np.unpackbits(words[word : word + 1].view(np.uint8), bitorder="little")
                     tokens[row] = int(32 * word + self._rng.choice(np.flatnonzero(bits).tolist()))
@@ -174,9 +175,11 @@ class Trace:
 
     def __init__(self, settings: dict[str, Any], tokenizer: bytes, vocab_size: int, load: Workload) -> None:
         args = ServerArgs(**settings)
-        self.times, self._load, self._runs = PartTimes(), load, 0
+        on_gpu = args.device == "cuda"
+        self.times = PartTimes(time.perf_counter if on_gpu else time.thread_time)
+        self._load, self._runs = load, 0
         runner: Any
-        if args.device == "cuda":
+        if on_gpu:
             runner = ModelRunner(args, TpGroup(), torch.device("cuda:0"))
             while runner.can_warm_up and runner.warm_up():
                 pass
@@ -213,8 +216,8 @@ class Trace:
 
         runner.launch = timed_launch
 
-    def run(self) -> tuple[int, float]:
-        """Run the workload to its end. Return the number of steps, and the seconds, of decodes with all requests."""
+    def run(self) -> int:
+        """Run the workload to its end. Return the number of steps that decode all requests. `times` has their parts."""
         scheduler, load = self.scheduler, self._load
         self._runs += 1
         sampling = SamplingParams(max_new_tokens=load.output, ignore_eos=True)
@@ -228,17 +231,16 @@ class Trace:
         while scheduler.planner.waiting or any(req.prefilling for req in scheduler.planner.running) or not self._busy:
             scheduler.advance()
         self.times.seconds.clear()
-        steps, start = 0, time.perf_counter()
+        steps = 0
         with self.times.part(_OTHER):
             while len(scheduler.planner.running) == len(load.prompts):
                 scheduler.advance()
                 steps += 1
-        seconds = time.perf_counter() - start
         parts = dict(self.times.seconds)
         while scheduler.has_work():
             scheduler.advance()
         self.times.seconds = defaultdict(float, parts)
-        return steps, seconds
+        return steps
 
     @property
     def _busy(self) -> bool:
@@ -275,7 +277,7 @@ def idle_time(operations: Sequence[tuple[float, float, str]]) -> Idle:
 def device_idle(trace: Trace) -> tuple[int, Idle]:
     """Run the workload once more with torch's profiler. Return the number of steps and the idle time of the GPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        steps, _ = trace.run()
+        steps = trace.run()
         torch.cuda.synchronize()
     events = [(event.time_range.start, event.time_range.end, event.name) for event in profile.events()]
     return steps, idle_time(events)
