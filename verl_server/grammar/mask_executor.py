@@ -54,6 +54,11 @@ class MaskRun:
         return self._done[row] == 1
 
     @property
+    def done(self) -> bytes:
+        """A snapshot with 1 for each row that is done, else 0."""
+        return bytes(self._done)
+
+    @property
     def all_done(self) -> bool:
         return self._num_done() == len(self._done)
 

@@ -72,14 +72,15 @@ class RequestGrammar:
         """Return the reason if the last mask, or the last token, could not be processed."""
         if self.error is not None:
             return failed(self.error)
-        matcher = self.open()
+        matcher = self._matcher or self.open()  # a call for each row of a step
         return failed(GrammarFailedError(matcher.error())) if matcher.inner.is_error() else None
 
     def end(self, token: int) -> FinishReason | None:
         """Return the finish reason if the request ends after `token`, else None. Call it after `token` was consumed."""
-        if (reason := self.failure()) is not None:
-            return reason
-        return FinishReason(type="stop", matched=token) if self.open().is_complete else None
+        matcher = self._matcher or self.open()
+        if self.error is not None or matcher.inner.is_error():
+            return self.failure()
+        return FinishReason(type="stop", matched=token) if matcher.inner.is_stopped() else None
 
 
 def failed(error: BaseException) -> FinishReason:

@@ -329,7 +329,7 @@ class Scheduler:
         tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
         self.grammars.masks.consume(
             [
-                (req, token)
+                (req.grammar, token)
                 for req, token, logprob in tokens
                 if req.grammar is not None and req.row >= 0 and req not in batch.left_out
                 if math.isfinite(logprob) and token not in req.stop_ids

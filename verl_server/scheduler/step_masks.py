@@ -59,8 +59,8 @@ class StartedMasks:
     """(row of the step, request, its grammar). The rows without a late mask of an earlier step come first."""
     num_fresh: int
     """Number of rows without a late mask of an earlier step. Threads compute the masks of these rows."""
-    num_live: int
-    """Number of rows of the step whose request still runs, with free rows."""
+    has_free: bool
+    """True if a row of the step has no grammar."""
     buffer: _Buffer
     words: torch.Tensor
     """int32 [len(rows), words]: the part of the buffer that the masks are written into."""
@@ -82,17 +82,22 @@ class StepMasks:
         `sampled` are the requests of the step. Their earlier tokens must have been consumed. A request that ended has
         no mask. Until `finish`, no request of `sampled` may end, because the matchers belong to the threads.
         """
-        rows = [(row, req, _grammar_of(req)) for row, req in enumerate(sampled) if req.grammar and req.row >= 0]
-        if not rows:
+        fresh: list[tuple[int, Req, RequestGrammar]] = []
+        late: list[tuple[int, Req, RequestGrammar]] = []
+        has_free = False
+        for row, req in enumerate(sampled):
+            if req.row >= 0 and req.grammar is not None:
+                (fresh if req.grammar.late is None else late).append((row, req, req.grammar))
+            elif req.row >= 0:
+                has_free = True
+        if not fresh and not late:
             return None
-        # The fresh rows come first, because a run writes neighbouring rows.
-        rows.sort(key=lambda entry: entry[2].late is not None)
-        fresh = [grammar for _, _, grammar in rows if grammar.late is None]
         buffer = self._take_buffer()
-        words = buffer.words[: len(rows)]
+        words = buffer.words[: len(fresh) + len(late)]
         if fresh:
-            buffer.run = self.executor.start([grammar.open() for grammar in fresh], words.numpy()[: len(fresh)])
-        return StartedMasks(rows, len(fresh), sum(req.row >= 0 for req in sampled), buffer, words)
+            matchers = [grammar.open() for _, _, grammar in fresh]
+            buffer.run = self.executor.start(matchers, words.numpy()[: len(fresh)])
+        return StartedMasks(fresh + late, len(fresh), has_free, buffer, words)
 
     def finish(self, started: StartedMasks | None, is_computed: Callable[[], bool] | None) -> MaskedStep:
         """Wait for the masks that `start` started.
@@ -104,38 +109,38 @@ class StepMasks:
         if started is None:
             return step
         rows, num_fresh, buffer = started.rows, started.num_fresh, started.buffer
-        grammars = [grammar for _, _, grammar in rows]
         bits: Words = started.words.numpy()
-        ready = np.zeros(len(rows), dtype=bool)
+        ready = bytearray(len(rows))
         if num_fresh:
             assert buffer.run is not None
             # A step without any token would be a waste.
-            buffer.run.wait(is_computed, least=0 if len(rows) < started.num_live else 1)
-            buffer.late = _mark(buffer.run, grammars[:num_fresh], bits, ready)
-        waits = is_computed is None or (not num_fresh and len(rows) == started.num_live)
+            buffer.run.wait(is_computed, least=0 if started.has_free or num_fresh < len(rows) else 1)
+            ready[:num_fresh] = buffer.run.done
+            buffer.late = _mark(buffer.run, [grammar for _, _, grammar in rows[:num_fresh]], bits, ready)
+        waits = is_computed is None or (not num_fresh and not started.has_free)
         for place in range(num_fresh, len(rows)):
-            ready[place] = _take_late(grammars[place], bits[place], wait=waits)
-        for place, (_, req, grammar) in enumerate(rows):
-            if not ready[place]:
+            ready[place] = _take_late(rows[place][2], bits[place], wait=waits)
+        for is_ready, (_, req, grammar) in zip(ready, rows, strict=True):
+            if not is_ready:
                 step.late.append(req)
             elif (reason := grammar.failure()) is not None:
                 step.failures.append((req, reason))
         # Few rows of a step may end.
         ends = ((bits[:, self._eos_words] >> self._eos_shifts) & 1).any(axis=1)
-        for place in np.flatnonzero(ends & ready).tolist():
-            self._adjust_ends(bits[place], grammars[place])
+        for place in np.flatnonzero(ends & np.frombuffer(ready, dtype=bool)).tolist():
+            self._adjust_ends(bits[place], rows[place][2])
         step.masks = TokenMasks([row for row, _, _ in rows], started.words)
         return step
 
-    def consume(self, pairs: Sequence[tuple[Req, int]]) -> None:
-        """Advance the matcher of each request by its token. Then `RequestGrammar.end` says if the request ends."""
+    def consume(self, pairs: Sequence[tuple[RequestGrammar, int]]) -> None:
+        """Advance the matcher of each grammar by its token. Then `RequestGrammar.end` says if its request ends."""
         if not pairs:
             return
         try:
-            self.executor.consume([(_grammar_of(req).open(), token) for req, token in pairs])
+            self.executor.consume([(grammar.open(), token) for grammar, token in pairs])
         except BaseException as error:  # a panic of llguidance is no Exception
-            for req, _ in pairs:
-                _grammar_of(req).error = error
+            for grammar, _ in pairs:
+                grammar.error = error
 
     def _take_buffer(self) -> _Buffer:
         """Return a buffer that no run writes into. If late masks occupy all buffers, wait for the oldest late mask."""
@@ -166,13 +171,11 @@ class StepMasks:
                 bits[:] = others
 
 
-def _mark(run: MaskRun, grammars: list[RequestGrammar], bits: Words, ready: npt.NDArray[np.bool_]) -> list[LateMask]:
-    """Record which rows of the run are ready. Set and return the `late` masks of the other rows."""
+def _mark(run: MaskRun, grammars: list[RequestGrammar], bits: Words, ready: bytearray) -> list[LateMask]:
+    """Set and return the `late` masks of the rows of the run that are not `ready`. Record the errors of the others."""
     late = []
     for row, grammar in enumerate(grammars):
-        if run.is_done(row):
-            ready[row] = True
-        else:
+        if not ready[row]:
             grammar.late = LateMask(run, row, bits[row])
             late.append(grammar.late)
     for row, error in list(run.errors.items()):  # threads may still add to it
@@ -196,8 +199,3 @@ def _take_late(grammar: RequestGrammar, bits: Words, *, wait: bool) -> bool:
 def _bit(tokens: npt.NDArray[np.int64]) -> Words:
     """Return an int32 for each token in which only the token's bit of its mask word is set."""
     return np.left_shift(np.uint32(1), (tokens % 32).astype(np.uint32)).view(np.int32)
-
-
-def _grammar_of(req: Req) -> RequestGrammar:
-    assert req.grammar is not None
-    return req.grammar
