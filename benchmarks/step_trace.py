@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.messages.io_struct import GrammarTokenizer, TokenizedGenerateReq
+from verl_server.messages.io_struct import GrammarTokenizer, SchedulerOutput, TokenizedGenerateReq
 from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.scheduler import Scheduler
@@ -188,7 +188,11 @@ class Trace:
             runner = DrawingRunner(vocab_size, args.max_running_requests, length, self.times)
         encoder = msgspec.msgpack.Encoder()
         worker = TpWorker(runner, NoWeights(), NoStager(), TpGroup())  # type: ignore[arg-type]
-        self.scheduler = Scheduler(args, worker, encoder.encode)
+
+        def send(message: SchedulerOutput) -> None:
+            encoder.encode(message)  # what it takes without the socket
+
+        self.scheduler = Scheduler(args, worker, send)
         self.scheduler.handle(GrammarTokenizer(tokenizer=tokenizer, eos_token_ids=[]))
         self._wrap(runner)
 
@@ -200,6 +204,15 @@ class Trace:
             if hasattr(owner, method):
                 self.times.wrap(owner, method, name)
         launch, times = runner.launch, self.times
+        executor = self.scheduler.grammars.masks.executor  # type: ignore[union-attr]
+        start = executor.start
+
+        def timed_start(*args: Any) -> Any:
+            run = start(*args)
+            times.wrap(run, "wait", "wait for masks")
+            return run
+
+        executor.start = timed_start  # type: ignore[method-assign]
 
         def timed_launch(batch: Any, specs: Any, make_masks: MakeMasks | None = None) -> Any:
             def timed_masks(is_computed: Callable[[], bool] | None) -> TokenMasks | None:

@@ -78,9 +78,9 @@ class RequestGrammar:
     def end(self, token: int) -> FinishReason | None:
         """Return the finish reason if the request ends after `token`, else None. Call it after `token` was consumed."""
         matcher = self._matcher or self.open()
-        if self.error is not None or matcher.inner.is_error():
-            return self.failure()
-        return FinishReason(type="stop", matched=token) if matcher.inner.is_stopped() else None
+        if self.error is None and not matcher.inner.is_stopped():  # a matcher that failed is stopped, too
+            return None
+        return self.failure() or FinishReason(type="stop", matched=token)
 
 
 def failed(error: BaseException) -> FinishReason:
