@@ -138,7 +138,7 @@ class DrawingRunner:
 
     def __init__(self, vocab_size: int, rows: int, context: int, times: PartTimes) -> None:
         self.vocab_size, self.max_rows, self.context_length = vocab_size, rows, context
-        self.num_pages = rows * -(-context // self.page_size)
+        self.num_pages = 2 * rows * -(-context // self.page_size)  # so that all requests are admitted at once
         self._times, self._rng = times, random.Random(2)
 
     @property

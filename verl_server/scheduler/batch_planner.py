@@ -1,9 +1,9 @@
 """`BatchPlanner`: decides which requests run in the next step, and on which pages.
 
 It owns the waiting and running lists, the KV pages, the page-table rows and the prefix cache. It is pure Python without
-tensors or I/O. The `Scheduler` adds requests, plans a `ScheduleBatch`, launches it, reports that it was collected, and
-removes requests. One step may be in flight while the next is planned. Pages and rows that the step in flight still
-writes may be assigned again, because the device runs steps in order.
+tensors or I/O. The `Scheduler` adds and removes requests. The `StepPipeline` plans a `ScheduleBatch`, launches it, and
+reports that it was collected. One step may be in flight while the next is planned. Pages and rows that the step in
+flight still writes may be assigned again, because the device runs steps in order.
 
 Policy: every running request decodes in every step. Prefills fill the rest of the step, oldest first, with at most
 `chunked_prefill_size` prompt tokens. Then `Admission` decides which waiting requests start. `ExpectedReturn` learns how

@@ -1,6 +1,6 @@
 """`Req`, the state of one request in the scheduler, and `ScheduleBatch`, the requests of one step.
 
-Used by the `BatchPlanner` and the `Scheduler`. Three lengths describe the progress of a request:
+Used by the `BatchPlanner`, the `StepPipeline` and the `Scheduler`. Three lengths describe the progress of a request:
 
     token_ids    |<------ cached_len ------>|<- extend_len ->|            |
                  KV is in the pool           this step        later steps  may still be sampled
@@ -9,7 +9,7 @@ Used by the `BatchPlanner` and the `Scheduler`. Three lengths describe the progr
 A decode (one token), a chunk of a prefill, and the rest of a prompt after a prefix-cache hit are all the same: extend
 the KV from `cached_len` to `device_len`.
 
-These lengths advance when a step is launched, not when it is computed, so that the next step can be planned while the
+These lengths advance when a step is planned, not when it is computed, so that the next step can be planned while the
 device computes. The newest token of a request may then exist on the device only. `num_pending` counts such tokens: they
 are part of the request, but are not yet in `token_ids` and `output_ids`. `sound_len` advances when a step is collected,
 and only the KV below `sound_len` may be shared. The `BatchPlanner` advances the lengths. The `Scheduler` appends tokens

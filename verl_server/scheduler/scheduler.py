@@ -1,14 +1,12 @@
 """`Scheduler`: receives requests, admits them, runs steps, sends results. Each engine has one, in rank 0's process.
 
 `scheduler.rank` passes decoded messages to `handle` and calls `advance` for each turn. Messages and control requests
-take effect between two steps only. Then the `BatchPlanner` returns the next `ScheduleBatch`, the `TpWorker` runs it on
-every rank, and its results are sent as one `BatchTokenIDOut`. Every accepted request gets exactly one terminal entry;
-docs/scheduler-states.md says which one in which state.
+take effect between two steps only. Then the `StepPipeline` launches the next step on every rank and collects the step
+before it, whose results `process` turns into one `BatchTokenIDOut`. Every accepted request gets exactly one terminal
+entry; docs/scheduler-states.md says which one in which state.
 
-If the runner overlaps steps, a turn plans and launches step n+1, and then collects and processes step n, which the
-device has computed meanwhile. So step n+1 is planned before the tokens of step n are known on the host (see `Req`).
-Code that needs these tokens calls `settle` first. If the runner does not overlap steps, every step is collected in the
-turn that launched it.
+Between two turns a step may be in flight, so that the host does not know the newest tokens. Code that needs these
+tokens calls `settle` first.
 """
 
 from __future__ import annotations
