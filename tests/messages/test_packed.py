@@ -122,12 +122,12 @@ NAMES = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs
 def test_the_lists_of_a_result(prompt: list[int]) -> None:
     state = finished(2, 3, prompt)
     meta = state.result()["meta_info"]
-    assert meta["input_token_logprobs"][0] == [None, 5, None]
+    assert meta["input_token_logprobs"][0] == (None, 5, None)
     assert meta["input_top_logprobs"][0] is None and meta["input_token_ids_logprobs"][0] is None
     assert all(len(meta[name]) == len(prompt) for name in NAMES)
-    assert meta["output_token_logprobs"] == [[0.0, 0, None], [-1.0, 1, None]]
+    assert meta["output_token_logprobs"] == [(0.0, 0, None), (-1.0, 1, None)]
     for found, position in zip(state.output_top, meta["output_top_logprobs"], strict=True):
-        assert position == [[*pair, None] for pair in zip(found.logprobs, found.token_ids, strict=True)]
+        assert position == [(*pair, None) for pair in zip(found.logprobs, found.token_ids, strict=True)]
         assert [[type(each) for each in triple] for triple in position] == [[float, int, type(None)]] * 3
     prompt_logprobs = state.prompt_logprobs
     assert prompt_logprobs is not None and prompt_logprobs.ranks == [None, *range(1, len(prompt))]
@@ -151,10 +151,33 @@ def test_the_encoded_lists_are_those_of_the_result(
     assert bool(encoded._written) == (stream or positions > 100)
     expected, found = plain.result()["meta_info"], orjson.loads(orjson.dumps(encoded.written_result()))["meta_info"]
     for name in (*NAMES, "output_top_logprobs", "output_token_ids_logprobs"):
-        assert found[name] == expected[name], name
+        assert found[name] == orjson.loads(orjson.dumps(expected[name])), name
     assert expected["output_top_logprobs"][0][0][2] == (
         None if not with_text else f"<{plain.output_top[0].token_ids[0]}>"
     )
+
+
+def test_each_distinct_token_is_decoded_once() -> None:
+    """The triples have the text of each token, also where a token occurs again."""
+    state, decoded = finished(3, 2, [5, 6, 5, 5]), []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(ids)
+        return f"<{ids[0]}>"
+
+    state._logprob_decode = decode
+    assert [text for _, _, text in state.prompt_triples()] == ["<5>", "<6>", "<5>", "<5>"]
+    assert sorted(decoded) == [[5], [6]]
+
+
+def test_the_garbage_collector_forgets_the_triples_of_a_result() -> None:
+    """A caller keeps millions of triples, and each full collection visits every tracked object."""
+    meta = finished(50, 3, [5] * 50).result()["meta_info"]
+    gc.collect()
+    for name in ("input_token_logprobs", "output_token_logprobs"):
+        assert meta[name] and not any(map(gc.is_tracked, meta[name]))
+    for name in ("input_top_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
+        assert not any(gc.is_tracked(triple) for position in meta[name] for triple in position or ())
 
 
 def test_vllm_outputs() -> None:

@@ -21,7 +21,7 @@ def test_numbers_come_in_columns_when_asked(stack: Stack) -> None:
     for result in (unpack(in_json.json()), unpack(msgspec.msgpack.decode(packed.content))):
         assert result["output_ids"] == lists["output_ids"]
         ours, theirs = (r["meta_info"]["output_token_logprobs"] for r in (result, lists))
-        assert [t[1:] for t in ours] == [t[1:] for t in theirs]
+        assert [tuple(t[1:]) for t in ours] == [tuple(t[1:]) for t in theirs]
         assert [t[0] for t in ours] == pytest.approx([t[0] for t in theirs], rel=1e-6)
 
 

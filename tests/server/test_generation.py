@@ -78,7 +78,7 @@ def test_results_with_candidates_are_built_while_other_samples_run() -> None:
             assert set(generation._results) == {2: {2}, 0: {2, 0}, 1: {2, 0}}[i]
         results = await asyncio.wait_for(call, 5)
         assert [r["output_ids"] for r in results] == [[0], [1], [2]]
-        assert all(r["meta_info"]["output_top_logprobs"] == [[[-0.5, 7, None], [-1.0, 8, None]]] for r in results)
+        assert all(r["meta_info"]["output_top_logprobs"] == [[(-0.5, 7, None), (-1.0, 8, None)]] for r in results)
 
     asyncio.run(main())
 

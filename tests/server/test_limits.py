@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
@@ -192,7 +193,7 @@ def test_candidates_are_the_same_however_they_are_written(make_stack: MakeStack,
     assert len(names) == 7, "six kinds of log-probabilities, and where those of the policy are"
     for result, expected in zip(sent, plain, strict=True):
         for name in names:
-            assert result["meta_info"][name] == expected["meta_info"][name], name
+            assert result["meta_info"][name] == orjson.loads(orjson.dumps(expected["meta_info"][name])), name
 
 
 def test_a_reply_of_several_pieces_arrives_whole(stack: Stack) -> None:

@@ -69,11 +69,11 @@ def test_logprob_layout(stack: Stack) -> None:
         token_ids_logprob=[7, 5],
     )
     meta = out["meta_info"]
-    assert meta["output_token_logprobs"] == [[-0.31, 31, None], [-0.32, 32, None]]
+    assert meta["output_token_logprobs"] == [(-0.31, 31, None), (-0.32, 32, None)]
     assert meta["output_token_logprobs_length"] == 2
-    assert meta["input_token_logprobs"] == [[None, 20, None], [-3.75, 30, None]]
-    assert meta["output_top_logprobs"] == [[[-1.0, 0, None], [-2.0, 1, None]]] * 2
-    assert meta["output_token_ids_logprobs"] == [[[-2.0, 7, None], [-2.0, 5, None]]] * 2
+    assert meta["input_token_logprobs"] == [(None, 20, None), (-3.75, 30, None)]
+    assert meta["output_top_logprobs"] == [[(-1.0, 0, None), (-2.0, 1, None)]] * 2
+    assert meta["output_token_ids_logprobs"] == [[(-2.0, 7, None), (-2.0, 5, None)]] * 2
 
 
 def test_logprob_text_on_request(stack: Stack) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -30,6 +30,7 @@ from verl_server.messages.packed import (
     unpack_ids,
     unpack_logprobs,
 )
+from verl_server.messages.results import LogprobTriple
 
 MSGPACK = "application/msgpack"
 """Content type of a reply whose columns are raw bytes. The Accept header requests it."""
@@ -106,17 +107,24 @@ def _with_nulls(column: Column) -> list[float | None]:
     return [None if math.isnan(value) else value for value in _logprobs(column)]
 
 
-def triples(values: Sequence[float | None], token_ids: Sequence[int]) -> list[list[Any]]:
-    """Return the triples [log-probability or None, token id, None] of tokens."""
+def triples(
+    values: Sequence[float | None], token_ids: Sequence[int], texts: Iterable[str | None] = repeat(None)
+) -> list[LogprobTriple]:
+    """Return the triples (log-probability or None, token id, text or None) of tokens.
+
+    They are tuples, which the garbage collector stops to visit once it has seen that they hold no containers. It would
+    visit lists in every full collection for as long as the caller keeps them.
+    """
     assert len(values) == len(token_ids)
-    # One call makes all lists, because Python 3.12 and newer collect no garbage within a call.
-    return list(map(list, zip(values, token_ids, repeat(None))))
+    return list(zip(values, token_ids, texts, strict=False))  # `texts` may have no end
 
 
-def candidate_lists(columns: Mapping[str, Column]) -> list[list[list[Any]] | None]:
-    """Turn what `candidates` returned into the triples of each position."""
-    found = triples(_logprobs(columns["logprobs"]), _ids(columns["token_ids"]))
-    positions: list[list[list[Any]] | None] = []
+def candidate_lists(
+    columns: Mapping[str, Column], as_triples: Callable[[list[float], list[int]], list[LogprobTriple]] = triples
+) -> list[list[LogprobTriple] | None]:
+    """Turn what `candidates` returned into the triples of each position. `as_triples` makes those of all positions."""
+    found = as_triples(_logprobs(columns["logprobs"]), _ids(columns["token_ids"]))
+    positions: list[list[LogprobTriple] | None] = []
     start = 0
     for count in _ids(columns["counts"]):
         positions.append(None if count < 0 else found[start : start + count])

@@ -8,8 +8,8 @@ Their form is SGLang's. The types are for readers and type checkers; nothing val
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-LogprobTriple = list[Any]
-"""[log-probability (float, or None where there is none), token id (int), text of the token (str) or None]."""
+LogprobTriple = tuple[Any, int, str | None]
+"""(log-probability: float, or None where there is none; token id; text of the token or None). In JSON an array."""
 
 
 class FinishReason(TypedDict):

@@ -8,12 +8,13 @@ runs once for each token of each request, so it only appends; the result object 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_server.messages import columns
 from verl_server.messages.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.messages.packed import ITEM, PromptLogprobs, TokenLogprobs, pack_ids, pack_logprobs
+from verl_server.messages.results import LogprobTriple
 from verl_server.sampling_params import PolicyLogprobs
 from verl_server.server.slices import Slices
 from verl_server.server.text.detokenizer import OutputText
@@ -21,8 +22,6 @@ from verl_server.server.text.stop_regex import StopRegexes
 from verl_server.server.text.text_tools import Decoder, Ids, count_ids, pack, unpack
 
 _MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
-Triple = list[Any]
-"""[log-probability or None, token id, text or None]"""
 Write = Callable[[Any], Any]
 """A function that encodes a part of a reply. The encoder of the whole reply copies the returned object unchanged."""
 Convert = Callable[[list[Any]], list[Any]]
@@ -99,7 +98,7 @@ class ReqState:
         """In a session: `meta_info.session`."""
         self.call_seed = ""
         """In a session: determines the ids of tool calls."""
-        self._triples: list[Triple] = []  # triples of the first `output_ids`; `output_triples` adds the missing ones
+        self._triples: list[LogprobTriple] = []  # of the first `output_ids`; `output_triples` adds the missing ones
         self._framed = 0  # number of output tokens in the last frame
         self._sent_tokens = self._sent_text = 0  # output tokens and characters of text that `increment` returned
         self._interval = req.sampling.stream_interval or 1
@@ -402,17 +401,17 @@ class ReqState:
             arrays[name] = columns.candidates(positions[self._first_position(name, start) :])
         return arrays
 
-    def output_triples(self, start: int = 0) -> list[Triple]:
+    def output_triples(self, start: int = 0) -> list[LogprobTriple]:
         """Return the triples of the output tokens from `start` on, or [] if log-probabilities were not requested."""
         known = len(self._triples)
         if self.output_logprobs:  # they were requested
-            self._triples += self._with_texts(columns.triples(self.output_logprobs[known:], self.output_ids[known:]))
+            self._triples += self._as_triples(self.output_logprobs[known:], self.output_ids[known:])
         return self._triples[start:]
 
-    def prompt_triples(self) -> list[Triple]:
+    def prompt_triples(self) -> list[LogprobTriple]:
         """Return the triples of the prompt tokens from `logprob_start_len` on."""
         prompt = self.prompt_logprobs
-        return [] if prompt is None else self._with_texts(columns.triples(prompt.logprobs, prompt.token_ids))
+        return [] if prompt is None else self._as_triples(prompt.logprobs, prompt.token_ids)
 
     def _shown_ids(self) -> list[int]:
         """Return the output ids that belong to the text: all but a stop token, which `no_stop_trim` keeps."""
@@ -423,20 +422,16 @@ class ReqState:
             return self.output_ids[:-1]
         return self.output_ids
 
-    def _triple_lists(self, positions: list[TokenLogprobs | None]) -> list[list[Triple] | None]:
+    def _triple_lists(self, positions: list[TokenLogprobs | None]) -> list[list[LogprobTriple] | None]:
         """Return the triples of the candidates at each position, or None for a position without candidates."""
-        lists = columns.candidate_lists(columns.candidates(positions))
-        if self._logprob_decode is not None:
-            for each in lists:
-                self._with_texts(each or [])
-        return lists
+        return columns.candidate_lists(columns.candidates(positions), self._as_triples)
 
-    def _with_texts(self, triples: list[Triple]) -> list[Triple]:
-        """Set the texts of the tokens in place if they are requested."""
-        if self._logprob_decode is not None:
-            for triple in triples:
-                triple[2] = self._logprob_decode([triple[1]])
-        return triples
+    def _as_triples(self, logprobs: Sequence[float | None], ids: Sequence[int]) -> list[LogprobTriple]:
+        """Return the triples of tokens, with their texts if they are requested. Each distinct token is decoded once."""
+        if self._logprob_decode is None:
+            return columns.triples(logprobs, ids)
+        texts = {token: self._logprob_decode([token]) for token in set(ids)}
+        return columns.triples(logprobs, ids, map(texts.__getitem__, ids))
 
 
 def _token_ids(masks: list[TokenLogprobs]) -> list[list[int]]:

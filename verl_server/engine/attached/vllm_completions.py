@@ -19,7 +19,7 @@ from verl_server.engine.base import Result
 from verl_server.engine.http_answers import json_request
 from verl_server.engine.http_transport import HttpTransport
 from verl_server.errors import BadRequestError
-from verl_server.messages.results import GenerateResult
+from verl_server.messages.results import GenerateResult, LogprobTriple
 from verl_server.sampling_params import GRAMMARS, TOP_K_ALL, PolicyLogprobs, SamplingParams
 
 _ROUTE = "/v1/completions"
@@ -221,7 +221,7 @@ class _Sample:
         logprobs = choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
         meta: dict[str, Any] = {
             "output_token_logprobs": [
-                [value, token, None] for value, token in zip(logprobs["token_logprobs"], ids, strict=True)
+                (value, token, None) for value, token in zip(logprobs["token_logprobs"], ids, strict=True)
             ],
             "output_token_logprobs_length": len(ids),
             "input_token_logprobs": [],
@@ -238,7 +238,7 @@ class _Sample:
             later = [{int(token): e["logprob"] for token, e in p.items()} for p in positions[self._start + 1 :]]
             tokens = prompt_ids[self._start :]
             values = [None, *(position[token] for position, token in zip(later, tokens[1:], strict=True))]
-            meta["input_token_logprobs"] = [[value, token, None] for value, token in zip(values, tokens, strict=True)]
+            meta["input_token_logprobs"] = [(value, token, None) for value, token in zip(values, tokens, strict=True)]
             if self._top:
                 meta["input_top_logprobs"] = [None, *(_best(position, self._top) for position in later)]
         return meta
@@ -313,9 +313,9 @@ def _finish_reason(reason: str | None, stop: int | str | None, ids: list[int]) -
             return {"type": "abort", "message": f"vLLM ended the request: {other}", "status_code": 500}
 
 
-def _best(candidates: dict[int, float], count: int) -> list[list[Any]]:
+def _best(candidates: dict[int, float], count: int) -> list[LogprobTriple]:
     best = sorted(candidates.items(), key=lambda item: -item[1])[:count]
-    return [[value, token, None] for token, value in best]
+    return [(value, token, None) for token, value in best]
 
 
 def _add(so_far: dict[str, Any], choice: dict[str, Any]) -> None:
