@@ -82,8 +82,9 @@ class ComputedOps(SamplingOps):
 
     candidates = 0
 
-    def score(self, logits: Tensor, targets: Tensor) -> tuple[Distribution, Tensor]:
-        return Computed(len(logits), self.candidates, len(logits)), torch.ones(len(logits), dtype=torch.int64)
+    def score(self, logits: Tensor, targets: Tensor) -> tuple[Distribution, Tensor, Tensor]:
+        computed = Computed(len(logits), self.candidates, len(logits))
+        return computed, computed.logprobs[:, 0], torch.ones(len(logits), dtype=torch.int64)
 
 
 class Times:
@@ -150,10 +151,10 @@ def prompt_messages(times: Times, requests: list[TokenizedGenerateReq], candidat
         targets = req.prompt_ids[1:]
         for start in range(0, len(targets), _CHUNK):
             chunk = targets[start : start + _CHUNK]
-            computed = PromptCandidates(ops, chunk, candidates, None)
+            computed = PromptCandidates(ops, {0: np.array(chunk)}, candidates, None, logits.device)
             computed.launch(logits[: len(chunk)])
             with times.stage("read"):
-                part = computed.read()
+                part = computed.read()[0]
             with times.stage("collect"):
                 req.prompt_logprobs.add(part)
         with times.stage("collect"):

@@ -141,3 +141,25 @@ def test_prompt_and_top_logprobs(model: Model, driver: Driver, monkeypatch: pyte
         torch.testing.assert_close(torch.tensor(requested.logprobs), row[5:7], atol=1e-4, rtol=0)
     chosen = second.top_logprobs[0]
     assert chosen is not None and chosen.token_ids[0] == second.next_ids[0]
+
+
+def test_prompt_logprobs_of_several_requests(model: Model, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of a step that request the same are computed together; chunks end within an entry."""
+    monkeypatch.setattr(StepMemory, "prompt_positions", lambda *_: 7)
+    prompts = [random_prompt(length, seed=length) for length in (11, 23, 9, 16)]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    batch = driver.batch([(each, len(prompt)) for each, prompt in zip(sequences, prompts, strict=True)])
+    batch.prompt_logprobs = [(0, 0, 0, None), (1, 4, 0, None), (2, 0, 2, None), (3, 14, 0, None)]
+    batch.prompt_next_ids = [-1] * 4
+    launched: list[int] = []
+    compute = driver.runner.model.logits
+    monkeypatch.setattr(
+        driver.runner.model, "logits", lambda hidden: (launched.append(len(hidden)), compute(hidden))[1]
+    )
+    found = driver.runner.launch(batch, [each.spec for each in sequences]).result().prompt_logprobs
+    assert launched[:-1] == [7, 7, 7, 7, 1, 7, 1], "10 + 18 + 1 positions together, and 8 with candidates"
+    for entry, (first, prompt) in enumerate(zip((0, 4, 0, 14), prompts, strict=True)):
+        expected = model.reference.logprobs(prompt)[first:-1].gather(1, torch.tensor([prompt[first + 1 :]]).T)[:, 0]
+        assert found[entry].token_ids == prompt[first + 1 :]
+        torch.testing.assert_close(torch.tensor(found[entry].logprobs), expected, atol=1e-4, rtol=0)
+        assert (found[entry].top is None) == (entry != 2)

@@ -92,9 +92,35 @@ def test_the_most_likely_tokens(num: int, device: torch.device) -> None:
     assert all(len(set(row)) == num and max(row) < VOCAB for row in ids.tolist())
 
 
-def test_ranks_and_logprobs_of_prompt_tokens(device: torch.device) -> None:
-    logits = torch.stack([ROWS["normal"], ROWS["two values"], ROWS["flat"]]).bfloat16().to(device)
-    targets = torch.tensor([5, 17, 899], device=device)
-    (ours, ranks), (definition, expected) = (ops.score(logits, targets) for ops in (FusedOps(), SamplingOps()))
-    assert ranks.tolist() == expected.tolist()
-    torch.testing.assert_close(ours.of(targets[:, None]), definition.of(targets[:, None]), rtol=1e-6, atol=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ranks_and_logprobs_of_prompt_tokens(dtype: torch.dtype, device: torch.device) -> None:
+    """More rows than one program takes, with gaps between them, and targets that cannot be drawn."""
+    rows = [ROWS[name] for name in ("normal", "two values", "flat", "a wide range", "few allowed")] * 30
+    logits = torch.cat([torch.stack(rows), torch.full((150, 12), 1e4)], dim=1).to(dtype).to(device)[:, :VOCAB]
+    targets = torch.arange(150, device=device) * 7 % VOCAB
+    _check_scores(logits, targets)
+
+
+def _check_scores(logits: Tensor, targets: Tensor) -> None:
+    (ours, logprobs, ranks), (_, expected, expected_ranks) = (
+        ops.score(logits, targets) for ops in (FusedOps(), SamplingOps())
+    )
+    assert ranks.tolist() == expected_ranks.tolist() and logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(logprobs, ours.of(targets[:, None]).squeeze(1)), "a token has one log-probability, bit for bit"
+
+
+@pytest.mark.cuda
+def test_scores_of_a_large_vocabulary() -> None:
+    logits = (3 * torch.randn(300, 151_936, device="cuda")).bfloat16()
+    _check_scores(logits, torch.randint(0, 151_936, (300,), device="cuda"))
+
+
+def test_scores_of_rows_without_a_distribution(device: torch.device) -> None:
+    """NaN, +inf and rows of only -inf are what PyTorch makes of them, and harm no other row."""
+    logits = random(6, VOCAB).to(device)
+    logits[1, 17], logits[2, 0], logits[4] = torch.nan, torch.inf, -torch.inf
+    targets = torch.tensor([3, 5, 0, 9, 2, 1], device=device)
+    ours, definition = (ops.score(logits, targets)[1] for ops in (FusedOps(), SamplingOps()))
+    torch.testing.assert_close(ours, definition, rtol=1e-6, atol=1e-5, equal_nan=True)
+    assert ours.isnan()[[1, 2]].all() and ours[[0, 3, 5]].isfinite().all() and not ours[4].isfinite()

@@ -401,10 +401,10 @@ def test_logits_of_any_float_type_and_padded_rows(sampler: Sampler, dtype: torch
 def test_prompt_candidates_over_chunks(ops: SamplingOps) -> None:
     """The results for each target are raw log-probabilities in the order of the prompt, for any chunks."""
     logits, targets = random_logits(7), [3, 1, 4, 1, 5, 9, 2]
-    prompt = PromptCandidates(ops, targets, top_num=2, requested=[8, 0])
+    prompt = PromptCandidates(ops, {6: np.array(targets)}, top_num=2, requested=[8, 0], device=logits.device)
     for chunk in (slice(0, 3), slice(3, 4), slice(4, 7)):
         prompt.launch(logits[chunk].clone())
-    part, expected = prompt.read(), logits.log_softmax(-1)
+    part, expected = prompt.read()[6], logits.log_softmax(-1)
     assert part.token_ids == targets
     assert part.logprobs == pytest.approx([float(expected[i, t]) for i, t in enumerate(targets)], abs=1e-5)
     ranked = expected.argsort(-1, descending=True)
@@ -414,9 +414,25 @@ def test_prompt_candidates_over_chunks(ops: SamplingOps) -> None:
         assert part.top[i].token_ids == expected[i].topk(2).indices.tolist()
         assert part.requested[i].token_ids == [8, 0]
         assert part.requested[i].logprobs == pytest.approx(expected[i, [8, 0]].tolist(), abs=1e-5)
-    plain = PromptCandidates(ops, [1], 0, None)
+    plain = PromptCandidates(ops, {0: np.array([1])}, 0, None, logits.device)
     plain.launch(logits[:1].clone())
-    assert plain.read().top is None and plain.read().requested is None
+    assert plain.read()[0].top is None and plain.read()[0].requested is None
+
+
+def test_prompt_candidates_of_several_entries(ops: SamplingOps) -> None:
+    """Each entry gets its own targets, where a chunk ends within an entry, too."""
+    logits = random_logits(7)
+    targets = {4: np.array([3, 1]), 0: np.array([4, 1, 5, 9]), 2: np.array([2])}
+    together = PromptCandidates(ops, targets, 2, [8, 0], logits.device)
+    for chunk in logits.split(3):
+        together.launch(chunk.clone())
+    found, start = together.read(), 0
+    assert list(found) == [4, 0, 2]
+    for entry, ids in targets.items():
+        alone = PromptCandidates(ops, {entry: ids}, 2, [8, 0], logits.device)
+        alone.launch(logits[start : start + len(ids)].clone())
+        assert found[entry] == alone.read()[entry]
+        start += len(ids)
 
 
 SETTINGS: list[dict[str, Any]] = [

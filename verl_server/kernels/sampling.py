@@ -22,6 +22,8 @@ _BLOCK = tl.constexpr(draw.BLOCK)
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(draw.GOLDEN), tl.constexpr(draw.MIX_1), tl.constexpr(draw.MIX_2)
 _LOWEST = tl.constexpr(draw.LOWEST)
 
+_TARGET_ROWS = 128
+"""Number of rows whose targets a program reads."""
 _TILE_BLOCKS = 64
 """Number of blocks that a program of the first kernel reads."""
 
@@ -77,6 +79,19 @@ def norms(weights: Tensor) -> Tensor:
     parts, n, blocks = weights.shape
     result = torch.empty((parts, n), dtype=torch.float32, device=weights.device)
     _norm_rows[(n,)](weights, result, n, parts == 3, blocks, triton.next_power_of_2(blocks), num_warps=8)
+    return result
+
+
+def target_logprobs(logits: Tensor, targets: Tensor, norms: Tensor) -> Tensor:
+    """Return the log-probabilities [n] fp32 of `targets` [n] int64 in rows of `logits` [n, vocab], whose scales are 1.
+
+    `norms` is the result of the function of this name. Minus infinity becomes `draw.LOWEST`. A row with NaN or +inf has
+    NaN, a row in which no token can be drawn +inf or NaN.
+    """
+    n = len(targets)
+    result = torch.empty(n, dtype=torch.float32, device=logits.device)
+    grid = (triton.cdiv(n, _TARGET_ROWS),)
+    _target_rows[grid](logits, targets, norms, result, n, logits.stride(0), _TARGET_ROWS, num_warps=4)
     return result
 
 
@@ -177,6 +192,26 @@ def _norm_rows(
     if RANKS:
         above = tl.load(place + 2 * rows * BLOCKS, mask=block < BLOCKS, other=0.0)
         tl.store(result + 2 * rows + row, 1 + tl.sum(above, 0))
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _target_rows(
+    logits: tl.tensor,
+    targets: tl.tensor,
+    norms: tl.tensor,
+    result: tl.tensor,
+    rows: tl.tensor,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = row < rows
+    target = tl.load(targets + row, mask=is_row, other=0)
+    value = tl.load(logits + row * STRIDE + target, mask=is_row, other=0.0).to(tl.float32)
+    largest = tl.load(norms + row, mask=is_row, other=0.0)
+    rest = tl.load(norms + rows.to(tl.int64) + row, mask=is_row, other=0.0)
+    logprob = tl.maximum((value - largest) - rest, _LOWEST, tl.PropagateNan.ALL)
+    tl.store(result + row, logprob, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]

@@ -151,11 +151,13 @@ class SamplingOps:
         rows = logits if index is None else logits.index_select(0, index)
         return LogSoftmax(rows.float() * scales.unsqueeze(1), self.choose)
 
-    def score(self, logits: Tensor, targets: Tensor) -> tuple[Distribution, Tensor]:
-        """Return the distribution of `logits` [n, vocab], of any float dtype, and the ranks of `targets` int64 [n].
+    def score(self, logits: Tensor, targets: Tensor) -> tuple[Distribution, Tensor, Tensor]:
+        """Return the distribution of `logits` [n, vocab], of any float dtype, and of the `targets` int64 [n] the
+        log-probabilities fp32 [n] and the ranks [n], of any dtype.
 
-        A rank is 1 plus the number of more likely tokens, [n] of any dtype.
+        A rank is 1 plus the number of more likely tokens.
         """
         logits = logits.float()
         ranks = (logits > logits.gather(1, targets.unsqueeze(1))).sum(-1).add_(1)
-        return LogSoftmax(logits, self.choose), ranks
+        distribution = LogSoftmax(logits, self.choose)
+        return distribution, distribution.of(targets.unsqueeze(1)).squeeze(1), ranks

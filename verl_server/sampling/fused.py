@@ -121,11 +121,12 @@ class FusedOps(SamplingOps):
     def distribution(self, logits: Tensor, index: Tensor | None, scales: Tensor) -> FusedDistribution:
         return FusedDistribution(logits, scales, _all_rows(logits) if index is None else index)
 
-    def score(self, logits: Tensor, targets: Tensor) -> tuple[FusedDistribution, Tensor]:
+    def score(self, logits: Tensor, targets: Tensor) -> tuple[FusedDistribution, Tensor, Tensor]:
         ones, index = torch.ones(len(targets), device=logits.device), _all_rows(logits)
         weights = sampling.weigh(logits, ones, index, targets=targets)
         norms = sampling.norms(weights)
-        return FusedDistribution(logits, ones, index, weights=weights[:2], norms=norms[:2]), norms[2]
+        logprobs = sampling.target_logprobs(logits, targets, norms)
+        return FusedDistribution(logits, ones, index, weights=weights[:2], norms=norms[:2]), logprobs, norms[2]
 
 
 def _penalize(logits: Tensor, index: Tensor | None, *columns: Any) -> Tensor:
@@ -145,7 +146,8 @@ def record_kernels(logits: Tensor) -> None:
     new = partial(torch.empty, device=logits.device)
     scales, greedy, keys, ids = new(n), new(n, dtype=torch.bool), new(n, dtype=torch.int64), new(n, dtype=torch.int64)
     sampling.choose(logits, scales, greedy, keys)
-    sampling.norms(sampling.weigh(logits, scales, ids, targets=ids))
+    norms = sampling.norms(sampling.weigh(logits, scales, ids, targets=ids))
+    sampling.target_logprobs(logits, ids, norms)
     table = new(n, vocab, dtype=torch.int32)
     edited = penalties_triton.penalize(logits, ids, table, ids, scales, scales, scales, IN_PROMPT)
     for rows in (logits, edited):

@@ -6,16 +6,17 @@ run, `read` returns the results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from verl_server.kernels.device_arrays import to_device
 from verl_server.kernels.draw import LOWEST
-from verl_server.messages.packed import PromptLogprobs, TokenLogprobs, pack_array, pack_ids
+from verl_server.messages.packed import ITEM, PromptLogprobs, TokenLogprobs, pack_array, pack_ids
 from verl_server.sampling.distribution import Distribution, SamplingOps
 
 
@@ -87,11 +88,26 @@ class RequestedCandidates:
 
 
 class PromptCandidates:
-    """Log-probabilities of the prompt tokens `targets` from the model's raw logits, launched chunk after chunk."""
+    """Log-probabilities of the prompt tokens `targets` from the model's raw logits, launched chunk after chunk.
 
-    def __init__(self, ops: SamplingOps, targets: list[int], top_num: int, requested: list[int] | None) -> None:
-        """Report the `top_num` most likely tokens and the token ids `requested` at each position."""
-        self._ops, self._targets, self._top_num, self._requested = ops, targets, top_num, requested
+    The targets of all entries of a step that request the same number of tokens are computed together, because a product
+    with the vocabulary reads all of its weights, for a short prompt too.
+    """
+
+    def __init__(
+        self,
+        ops: SamplingOps,
+        targets: Mapping[int, npt.NDArray[np.int64]],
+        top_num: int,
+        requested: list[int] | None,
+        device: torch.device,
+    ) -> None:
+        """Take the `targets` of each entry. Report the `top_num` most likely tokens and the token ids `requested` at
+        each position."""
+        self._ops, self._top_num, self._requested = ops, top_num, requested
+        self._lengths = {entry: len(ids) for entry, ids in targets.items()}
+        self._host_targets = np.concatenate([*targets.values()])
+        self._targets = to_device(self._host_targets, device)
         self._launched = 0
         self._values: list[Tensor] = []
         self._ranks: list[Tensor] = []
@@ -99,29 +115,37 @@ class PromptCandidates:
         self._requested_candidates: list[Candidates] = []
 
     def launch(self, logits: Tensor) -> None:
-        """`logits` [n, vocab], of any float dtype, predict the next n targets. They may be overwritten."""
+        """`logits` [n, vocab], of any float dtype, predict the next n targets, entry after entry. They may be
+        overwritten."""
         n, vocab_size = logits.shape
         targets = self._targets[self._launched : self._launched + n]
         self._launched += n
-        ids = to_device(np.array(targets, dtype=np.int64), logits.device)
-        distribution, ranks = self._ops.score(logits, ids)
+        distribution, logprobs, ranks = self._ops.score(logits, targets)
+        self._values.append(to_host(logprobs))
         self._ranks.append(to_host(ranks))
-        self._values.append(to_host(distribution.of(ids.unsqueeze(1)).squeeze(1)))
         if self._top_num:
             self._top.append(TopCandidates(distribution, [self._top_num] * n, vocab_size))
         if self._requested is not None:
             requested = RequestedTokens([(row, self._requested) for row in range(n)], logits.device)
             self._requested_candidates.append(RequestedCandidates(distribution, requested))
 
-    def read(self) -> PromptLogprobs:
-        """Return the log-probabilities of all chunks. Call it after the last step is done."""
-        requested: list[TokenLogprobs | None] | None = None
-        if self._requested is not None:
-            requested = [c for chunk in self._requested_candidates for c in chunk.read()]
-        return PromptLogprobs(
-            packed_ids=pack_ids(self._targets),
-            packed_logprobs=b"".join([pack_array(chunk.numpy()) for chunk in self._values]),
-            packed_ranks=b"".join([pack_array(chunk.to(torch.int32).numpy()) for chunk in self._ranks]),
-            top=[c for chunk in self._top for c in chunk.read()] if self._top_num else None,
-            requested=requested,
-        )
+    def read(self) -> dict[int, PromptLogprobs]:
+        """Return the log-probabilities of each entry. Call it after the last step is done."""
+        ids = pack_array(self._host_targets)
+        logprobs = b"".join([pack_array(chunk.numpy()) for chunk in self._values])
+        ranks = b"".join([pack_array(chunk.to(torch.int32).numpy()) for chunk in self._ranks])
+        top = [c for chunk in self._top for c in chunk.read()]
+        requested = [c for chunk in self._requested_candidates for c in chunk.read()]
+        parts, start = {}, 0
+        for entry, length in self._lengths.items():
+            end = start + length
+            packed = slice(start * ITEM, end * ITEM)
+            parts[entry] = PromptLogprobs(
+                packed_ids=ids[packed],
+                packed_logprobs=logprobs[packed],
+                packed_ranks=ranks[packed],
+                top=[*top[start:end]] if self._top_num else None,
+                requested=[*requested[start:end]] if self._requested is not None else None,
+            )
+            start = end
+        return parts

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,8 +55,8 @@ class RunningStep:
 
     sampled: Sampled | None
     """Sampled tokens. None if the step samples nothing, and on ranks other than 0."""
-    prompt: dict[int, PromptCandidates] = field(default_factory=dict)
-    """Log-probabilities of prompts, by entry of the batch."""
+    prompt: list[PromptCandidates] = field(default_factory=list)
+    """Log-probabilities of prompts."""
     done: torch.cuda.Event | None = None
     """Event after the last copy to the host. None on the CPU, where the launch computes the step."""
 
@@ -63,7 +65,8 @@ class RunningStep:
         if self.done is not None:
             self.done.synchronize()
         output = ForwardOutput([], [], [], []) if self.sampled is None else self.sampled.read()
-        output.prompt_logprobs = {entry: prompt.read() for entry, prompt in self.prompt.items()}
+        for prompt in self.prompt:
+            output.prompt_logprobs |= prompt.read()
         return output
 
 
@@ -181,7 +184,7 @@ class ModelRunner:
         make_masks: MakeMasks | None,
     ) -> RunningStep:
         placement = self.kv.place(batch)
-        prompt: dict[int, PromptCandidates] = {}
+        prompt: list[PromptCandidates] = []
         logits = None
         if self._graphs is not None and not batch.prompt_logprobs:
             logits = self._graphs.run(placement, batch.sample)
@@ -249,25 +252,20 @@ class ModelRunner:
             self._last_tokens.index_copy_(0, rows, ids)
         return sampled
 
-    def _prompt_logprobs(
-        self, batch: ForwardBatch, hidden: Tensor, placement: Placement
-    ) -> dict[int, PromptCandidates]:
+    def _prompt_logprobs(self, batch: ForwardBatch, hidden: Tensor, placement: Placement) -> list[PromptCandidates]:
         """Compute log-probabilities of prompts, a bounded number of positions at a time.
 
-        All ranks take part, because the logits are gathered. Return them by entry of the batch.
+        The entries that request the same are computed together. All ranks take part, because the logits are gathered.
         """
-        result = {}
-        starts = placement.starts
-        for (entry, first, top_num, requested), next_id in zip(
-            batch.prompt_logprobs, batch.prompt_next_ids, strict=True
-        ):
-            step = self._step_memory.prompt_positions(top_num, requested)
-            begin, end = int(starts[entry]) + first, int(starts[entry]) + batch.extend_lens[entry]
-            targets = batch.input_ids[begin + 1 : end] + ([next_id] if next_id >= 0 else [])
-            result[entry] = PromptCandidates(self.sampler.ops, targets, top_num, requested)
-            end = begin + len(targets)
-            for start in range(begin, end, step):
-                result[entry].launch(self.model.logits(hidden[start : min(start + step, end)]))
+        result = []
+        for (top_num, _), prompts in _by_request(batch, placement).items():
+            requested = prompts[0].requested
+            targets = {prompt.entry: prompt.targets for prompt in prompts}
+            candidates = PromptCandidates(self.sampler.ops, targets, top_num, requested, self.device)
+            positions = to_device(np.concatenate([prompt.positions for prompt in prompts]), self.device)
+            for chunk in positions.split(self._step_memory.prompt_positions(top_num, requested)):
+                candidates.launch(self.model.logits(hidden.index_select(0, chunk)))
+            result.append(candidates)
         return result
 
     def synchronize(self) -> None:
@@ -347,6 +345,30 @@ class ModelRunner:
         if self.tp.rank == 0:
             log_uncaptured(largest, self.max_rows)
         return StepGraphs(self._forward, self.kv, backend, self.tp, self._step_memory, largest, account)
+
+
+class _Prompt(NamedTuple):
+    """Prompt tokens of one entry whose log-probabilities are requested."""
+
+    entry: int
+    positions: npt.NDArray[np.int64]
+    """Indices of the step's new tokens that predict the targets."""
+    targets: npt.NDArray[np.int64]
+    requested: list[int] | None
+
+
+def _by_request(batch: ForwardBatch, placement: Placement) -> dict[tuple[int, tuple[int, ...] | None], list[_Prompt]]:
+    """Return the requests for log-probabilities of prompts by (number of most likely tokens, requested ids)."""
+    found: dict[tuple[int, tuple[int, ...] | None], list[_Prompt]] = {}
+    for (entry, first, top_num, requested), next_id in zip(batch.prompt_logprobs, batch.prompt_next_ids, strict=True):
+        start = int(placement.starts[entry])
+        begin, end = start + first, start + batch.extend_lens[entry]
+        targets = placement.ids[begin + 1 : end]
+        if next_id >= 0:
+            targets = np.append(targets, next_id)
+        prompt = _Prompt(entry, np.arange(begin, begin + len(targets)), targets, requested)
+        found.setdefault((top_num, None if requested is None else tuple(requested)), []).append(prompt)
+    return found
 
 
 def _context_length(server_args: ServerArgs, config: ModelConfig) -> int:
