@@ -1,6 +1,7 @@
 """The attention kernels against the GPU's limits: memory bandwidth for decode, TFLOP/s for prefill.
 
     python -m benchmarks.attention [--shape 0.6b 8b] [--tp 2] [--only groups]
+    python -m benchmarks.attention --only decode --page-size 64 --configs 64 4 3 2 128 8 2 1
 
 Prints one JSON line per figure (`name, value, unit, limit`). Decode is timed in replays of a CUDA graph over several
 layers, whose keys exceed the L2 cache. Its limit is the time of a kernel that only reads the same number of bytes. In
@@ -15,7 +16,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +48,8 @@ class Args:
     """Number of tensor-parallel ranks. One rank is measured, with the heads of the model divided by this number."""
     only: tuple[Literal["decode", "groups", "extend"], ...] = ("decode", "groups", "extend")
     """Cases to measure."""
+    configs: tuple[tuple[int, int, int, int], ...] = ()
+    """Further launch parameters of decode to measure: keys per unit, warps, stages, programs per multiprocessor."""
 
 
 DECODE: dict[str, list[int]] = {
@@ -214,12 +217,17 @@ def report(name: str, value: float, unit: str, limit: float | None = None, **mor
     print(json.dumps(line | {key: round(figure, 3) for key, figure in more.items()}), flush=True)
 
 
-def measure_decode(label: str, heads: dict[str, Any], page_size: int, limit: float) -> None:
+def measure_decode(
+    label: str, heads: dict[str, Any], page_size: int, limit: float, configs: Sequence[tuple[int, int, int, int]]
+) -> None:
+    """Report each case with the parameters of the engine, and by turns with each of `configs`."""
     for name, lens in DECODE.items():
         case = Case(heads, [n - 1 for n in lens], [1] * len(lens), page_size)
-        us = case.decode_us(case.attention())
-        rate = case.decode_bytes / us / 1e6
-        report(f"decode_{label}_{name}", us, "us", case.decode_bytes / limit * 1e6, tb_per_s=rate)
+        for config in (None, *configs):
+            us = case.decode_us(case.attention(None if config is None else DecodeConfig(*config)))
+            rate = case.decode_bytes / us / 1e6
+            suffix = "" if config is None else "_config_" + "_".join(map(str, config))
+            report(f"decode_{label}_{name}{suffix}", us, "us", case.decode_bytes / limit * 1e6, tb_per_s=rate)
 
 
 def measure_groups(label: str, heads: dict[str, Any], page_size: int, limit: float) -> None:
@@ -264,7 +272,7 @@ def main() -> None:
             name: SHAPES[shape][name] // args.tp for name in ("num_attention_heads", "num_key_value_heads")
         }
         if "decode" in args.only:
-            measure_decode(label, heads, args.page_size, limit)
+            measure_decode(label, heads, args.page_size, limit, args.configs)
         if "groups" in args.only:
             measure_groups(label, heads, args.page_size, limit)
         if "extend" in args.only:

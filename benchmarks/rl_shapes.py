@@ -2,11 +2,13 @@
 
     python -m benchmarks.rl_shapes --device cuda --shape 0.6b
     python -m benchmarks.rl_shapes --device cuda --shape 0.6b --only top_p top_logprobs
+    python -m benchmarks.rl_shapes --device cuda --shape 0.6b --only prompt_logprobs --prompts 1024 128 --runs 6
 
 The prefix cache is on, and each output token has its log-probability. Each setting is run twice and the second run is
 the figure. Plain sampling runs between the settings, and a share is relative to the runs before and after.
 `prompt_logprobs` are prompt tokens per second of prompts without output, beside the same prompts without
-log-probabilities. `allocator_retries` says how often the allocator had to free its cache: each time costs milliseconds.
+log-probabilities, by turns. `allocator_retries` says how often the allocator had to free its cache: each time costs
+milliseconds.
 `benchmarks.offline --sampling` runs some of them beside the workload without them.
 `benchmarks.peers.vllm_rl_shapes` runs the same settings on vLLM.
 """
@@ -99,18 +101,25 @@ def report_settings(engine: Engine, work: Workload, names: list[str], runs: int)
         report(name, rate, "tokens/s", limit=round(limit, 1), of_plain=round(rate / limit, 3), spread=spread)
 
 
+def report_prompts(engine: Engine, prompts: list[list[int]], runs: int) -> None:
+    """Report the rates of prompts without and with log-probabilities, medians of `runs` pairs that take turns."""
+    prompt_rate(engine, prompts, True)  # compiles kernels
+    pairs = [(prompt_rate(engine, prompts, False), prompt_rate(engine, prompts, True)) for _ in range(runs)]
+    ratios = [rate / plain for plain, rate in pairs]
+    plain, rate = statistics.median(plain for plain, _ in pairs), statistics.median(rate for _, rate in pairs)
+    spread = [round(min(ratios), 3), round(max(ratios), 3)]
+    report("prompts", plain, "prompt tokens/s")
+    report("prompt_logprobs", rate, "prompt tokens/s", of_plain=round(rate / plain, 3), spread=spread)
+
+
 def benchmark(args: argparse.Namespace, folder: Path) -> None:
     work = make_workload(args.shape).first(args.requests)
     names = [name for name in SETTINGS if name in args.only and name != "plain"]
     with Engine(**engine_settings(args, folder, max_running_requests=256)) as engine:
         report_settings(engine, work, names, args.runs)
         if "prompt_logprobs" in args.only:
-            prompts = uniform_workload(*PROMPTS[args.shape], 1).prompts
-            without, with_ = (
-                [prompt_rate(engine, prompts, logprobs) for _ in range(args.runs)][-1] for logprobs in (False, True)
-            )
-            report("prompts", without, "prompt tokens/s")
-            report("prompt_logprobs", with_, "prompt tokens/s", of_plain=round(with_ / without, 3))
+            count, length = args.prompts or PROMPTS[args.shape]
+            report_prompts(engine, uniform_workload(count, length, 1).prompts, args.runs)
         if args.device == "cuda":
             (state,) = engine.get_server_info()["internal_states"]
             report("allocator_retries", state["memory"]["allocator_retries"], "times since the start")
@@ -122,6 +131,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="settings to run, besides plain (all)")
     parser.add_argument("--runs", type=int, default=2, help="runs of each setting; the last run is the figure (2)")
     parser.add_argument("--requests", type=int, help="number of requests of the workload (its own)")
+    parser.add_argument(
+        "--prompts", type=int, nargs=2, metavar=("COUNT", "TOKENS"), help="prompts of prompt_logprobs (the shape's own)"
+    )
     args = parser.parse_args(argv)
     if args.shape not in PROMPTS:
         parser.error(f"--shape {args.shape} has no workload here: choose one of {', '.join(PROMPTS)}.")

@@ -263,8 +263,9 @@ class ModelRunner:
             targets = {prompt.entry: prompt.targets for prompt in prompts}
             candidates = PromptCandidates(self.sampler.ops, targets, top_num, requested, self.device)
             positions = to_device(np.concatenate([prompt.positions for prompt in prompts]), self.device)
-            for chunk in positions.split(self._step_memory.prompt_positions(top_num, requested)):
-                candidates.launch(self.model.logits(hidden.index_select(0, chunk)))
+            step = self._step_memory.prompt_positions(top_num, requested)
+            for start in range(0, len(positions), step):
+                candidates.launch(self.model.logits(hidden.index_select(0, positions[start : start + step])))
             result.append(candidates)
         return result
 
