@@ -90,6 +90,10 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
         steps.finish(many[:count], tokens)
     for tokens, kind in enumerate(range(5), 8):
         steps.finish(many[kind::5], tokens)
+    scored = [steps.add(random_prompt(n, seed=n)) for n in (9, 150)]
+    batch = steps.batch([(each, len(each.tokens)) for each in scored])
+    batch.prompt_logprobs, batch.prompt_next_ids = [(0, 0, 0, None), (1, 3, 0, None)], [-1, -1]
+    runner.launch(batch, [each.spec for each in scored]).result()
     knobs.runtime.jit_cache_hook = None
     return found
 

@@ -62,7 +62,7 @@ SELDOM = {"_mask_tile", "copy_tiles", "_weigh_blocks", "_norm_rows", "_draw_row"
 def test_steps_launch_no_kernel_that_is_not_compiled_ahead(
     model: str, request: pytest.FixtureRequest, cache: Path
 ) -> None:
-    """Steps with and without graphs, shared keys, prompts of all lengths, plain and special sampling."""
+    """Steps with and without graphs, shared keys, prompts of all lengths and their log-probabilities, and sampling."""
     result = kernels("drift", request.getfixturevalue(model))
     assert result["missing"] == []
     rest = set(result["unused"]) - SELDOM
