@@ -116,11 +116,26 @@ def test_scores_of_a_large_vocabulary() -> None:
     _check_scores(logits, torch.randint(0, 151_936, (300,), device="cuda"))
 
 
-def test_scores_of_rows_without_a_distribution(device: torch.device) -> None:
-    """NaN, +inf and rows of only -inf are what PyTorch makes of them, and harm no other row."""
-    logits = random(6, VOCAB).to(device)
-    logits[1, 17], logits[2, 0], logits[4] = torch.nan, torch.inf, -torch.inf
-    targets = torch.tensor([3, 5, 0, 9, 2, 1], device=device)
-    ours, definition = (ops.score(logits, targets)[1] for ops in (FusedOps(), SamplingOps()))
-    torch.testing.assert_close(ours, definition, rtol=1e-6, atol=1e-5, equal_nan=True)
-    assert ours.isnan()[[1, 2]].all() and ours[[0, 3, 5]].isfinite().all() and not ours[4].isfinite()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_of_a_large_vocabulary_in_each_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """The last tile of blocks is not full."""
+    logits = (3 * random(2, 151_936)).to(dtype).to(device)
+    _check_scores(logits, torch.tensor([0, 151_935], device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_of_rows_without_a_distribution(dtype: torch.dtype, device: torch.device) -> None:
+    """NaN, +inf and only -inf, at the target and elsewhere, are what PyTorch makes of them, and harm no other row."""
+    logits = random(9, VOCAB)
+    logits[1, 5], logits[2, 700] = torch.nan, torch.nan
+    logits[3, 5], logits[4, 700] = torch.inf, torch.inf
+    logits[5], logits[6], logits[6, 5] = -torch.inf, torch.nan, 0.0
+    logits[7, 5] = -torch.inf
+    logits, targets = logits.to(dtype).to(device), torch.full((9,), 5, device=device)
+    (_, found, ranks), (_, expected, expected_ranks) = (
+        ops.score(logits, targets) for ops in (FusedOps(), SamplingOps())
+    )
+    assert ranks.tolist() == expected_ranks.tolist()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5, equal_nan=True)
+    assert found.isnan().tolist() == [False, True, True, True, True, True, True, False, False]
+    assert found[7] == LOWEST
