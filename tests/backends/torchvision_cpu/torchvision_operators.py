@@ -1,10 +1,10 @@
 """Declares torchvision's operators `nms` and `qnms` if torchvision could not load its library.
 
-torchvision's wheel is built for CUDA, so its library does not load beside a CPU build of torch. SGLang and transformers
-import torchvision, which then fails to register the shapes of the two operators. Declared operators suffice for the
-import, and a call of one raises. Nothing of a text model calls them.
+torchvision's wheel is built for CUDA, so its library does not load beside a CPU build of torch. SGLang, transformers
+and vLLM's Qwen3.5 import torchvision, which then fails to register the shapes of the two operators. Declared operators
+suffice for the import, and a call of one raises. Nothing of a text model calls them.
 
-A .pth file imports this module in every process of `.venv-sglang`, so it imports nothing itself.
+A .pth file imports this module in every process of `.venv-sglang` and `.venv-backends`, so it imports nothing itself.
 """
 
 import sys
