@@ -53,7 +53,7 @@ test-sglang: .venv-sglang/.installed  ## ... with SGLang only
 
 # vLLM names another llguidance; torch's companions of its wheels do not fit torch's CPU build. vLLM imports torchvision
 # with some text models (Qwen3.5): tests/backends/torchvision_cpu, which the .pth file adds, has what it lacks.
-.venv-backends/.installed: pyproject.toml
+.venv-backends/.installed: pyproject.toml tests/backends/torchvision_cpu/torchvision_operators.py
 	rm -rf .venv-backends
 	$(PYTHON) -m venv .venv-backends
 	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
@@ -66,7 +66,7 @@ test-sglang: .venv-sglang/.installed  ## ... with SGLang only
 	touch $@
 
 # SGLang and torchvision have no CPU builds: the two folders that the .pth file adds have what they lack.
-.venv-sglang/.installed: pyproject.toml tests/backends/sglang_cpu/requirements.txt
+.venv-sglang/.installed: pyproject.toml tests/backends/sglang_cpu/requirements.txt tests/backends/torchvision_cpu/torchvision_operators.py
 	rm -rf .venv-sglang
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check \

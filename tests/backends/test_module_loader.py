@@ -25,6 +25,8 @@ class FakeLive(LiveModel):
         self._model = torch.nn.Linear(2, 2, bias=False)
         self.reloads: list[dict[str, float]] = []
         self.error: Exception | None = None
+        self.changes: float | None = None
+        """The value that a reload leaves in the tensors that it gets."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -35,6 +37,8 @@ class FakeLive(LiveModel):
             if self.error is not None:
                 raise self.error
             self.reloads.append({name: tensor.item() for name, tensor in tensors.items()})
+            for tensor in tensors.values() if self.changes is not None else ():
+                tensor.fill_(self.changes)
 
     def taken(self) -> list[dict[str, float]]:
         reloads, self.reloads = self.reloads, []
@@ -84,6 +88,15 @@ def test_held_tensors_are_copies(live: FakeLive, loader: ModuleLoader) -> None:
         tensor.fill_(9)
     loader.load(tensors(v=3))
     assert live.taken() == [{"q": 1, "k": 2, "v": 3}]
+
+
+def test_a_tensor_that_the_engine_changes_is_a_copy(live: FakeLive) -> None:
+    """A tensor of an update may be the trainer's own memory."""
+    given = tensors(q=1, k=2, v=3, norm=4)
+    loader = ModuleLoader(live, GROUPS, overwritten={"norm"})
+    live.changes = 9
+    loader.load(given)
+    assert [tensor.item() for _, tensor in given] == [9, 9, 9, 4]
 
 
 def test_a_tensor_that_comes_again_replaces_the_held_one(live: FakeLive, loader: ModuleLoader) -> None:

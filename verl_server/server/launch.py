@@ -281,7 +281,7 @@ def _warm_up(server_args: ServerArgs, check: Check) -> None:
     if server_args.api_key:
         headers["Authorization"] = f"Bearer {server_args.api_key}"
     sampling_params = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-    body = json.dumps({"input_ids": [0], "sampling_params": sampling_params})
+    body = json.dumps({"input_ids": [0, 0], "sampling_params": sampling_params})
     outcome: list[tuple[int, bytes] | Exception] = []
 
     def post() -> None:

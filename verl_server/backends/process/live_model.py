@@ -108,11 +108,23 @@ def held_kernels(holder: object) -> dict[str, object]:
 
 
 def tensors_on_meta(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the parameters and buffers of `model` that are on the meta device."""
+    """Yield (name, tensor) of the parameters and buffers of `model` that are on the meta device.
+
+    A shared tensor is yielded under its first name only, as in `LiveModel.tensors`.
+    """
+    seen: set[int] = set()
     for path, module in model.named_modules():
         for name, tensor in (module._parameters | module._buffers).items():
-            if tensor is not None and tensor.is_meta:
+            if tensor is not None and tensor.is_meta and id(tensor) not in seen:
+                seen.add(id(tensor))
                 yield join(path, name), tensor
+
+
+def on_meta(parameter: Tensor) -> Tensor:
+    """Return a tensor of the class of `parameter` on the meta device, with its attributes, such as its loader."""
+    meta = torch.Tensor._make_subclass(type(parameter), parameter.detach().to("meta"), False)
+    meta.__dict__.update(parameter.__dict__)
+    return meta
 
 
 def join(path: str, name: str) -> str:

@@ -79,6 +79,14 @@ class LoadPlan:
                 leader[find(other)] = find(first)
         return {name: find(min(self._modules[name])) for name in names if name in self._modules}
 
+    def reloaded_with_weights(self) -> dict[str, set[str]]:
+        """Return {module that each update reloads: tensors of the checkpoint in its parameters on this rank}."""
+        found: dict[str, set[str]] = {}
+        for source, names in self._trace.feeds.items():
+            for module in {_module(name) for name in names} & self.reloaded.keys():
+                found.setdefault(module, set()).add(source)
+        return found
+
     def copied(self) -> dict[str, list[LoadedCopy]]:
         """Return {live parameter: its copies} for the modules that are written by copies."""
         return {name: copies for name, copies in self._trace.copies.items() if _module(name) not in self.reloaded}

@@ -56,5 +56,33 @@ def prove(live: LiveModel, plan: LoadPlan, slots: Mapping[str, WeightSlot], load
             plan.reload_below(above, f"{name} is derived from its weights")
 
 
+def unwritten_modules(live: LiveModel, plan: LoadPlan, slots: Mapping[str, WeightSlot], load: Load) -> list[str]:
+    """Load codes into the modules that each update reloads. Return the modules in which nothing has changed.
+
+    An update would be without effect there. After the call, the model has codes instead of weights.
+    """
+    modules, groups = plan.reloaded_with_weights(), plan.groups(slots)
+    reloaded = {groups[source] for sources in modules.values() for source in sources}
+    before = _states(live, modules)
+    load(
+        (name, coded(number, slot.shape, slot.dtype, live.device, ROUNDS))
+        for number, (name, slot) in enumerate(slots.items())
+        if groups.get(name) in reloaded
+    )
+    after = _states(live, modules)
+    return [module for module in modules if before[module] and after[module] == before[module]]
+
+
+def _states(live: LiveModel, modules: Iterable[str]) -> dict[str, dict[str, object]]:
+    """Return {module: checksums of its tensors, and its kernels, by name}. Kernels are equal only to themselves."""
+    kernels = live.kernels()
+    found: dict[str, dict[str, object]] = {module: dict(kernels.get(module, {})) for module in modules}
+    for name, digest in live.digests().items():
+        module, _, attribute = name.rpartition(".")
+        if module in found:
+            found[module][attribute] = digest
+    return found
+
+
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return dict(zip(tensors, tensor_checksums(tensor.contiguous() for tensor in tensors.values()), strict=True))

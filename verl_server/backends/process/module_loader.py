@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -19,9 +19,12 @@ logger = logging.getLogger(__name__)
 class ModuleLoader:
     """The `WholeTensorLoader` that loads groups of modules through `LiveModel.reload`."""
 
-    def __init__(self, live: LiveModel, groups: Mapping[str, str]) -> None:
-        """Take `groups`: tensor -> name of the group of the engine's modules that are loaded together with it."""
-        self._live, self._group_of = live, groups
+    def __init__(self, live: LiveModel, groups: Mapping[str, str], overwritten: Collection[str] = ()) -> None:
+        """Take `groups`: tensor -> name of the group of the engine's modules that are loaded together with it.
+
+        The engine gets copies of the tensors in `overwritten`, because its loader may change them.
+        """
+        self._live, self._group_of, self._overwritten = live, groups, overwritten
         self.names = frozenset(groups)
         self.unproved = ""
         """The reason why no update may be installed at all, empty if updates may be installed."""
@@ -60,7 +63,8 @@ class ModuleLoader:
         own: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
             group = self._group_of[name]
-            own.setdefault(group, {})[name] = tensor
+            # The memory is the trainer's own.
+            own.setdefault(group, {})[name] = tensor.clone() if name in self._overwritten else tensor
             come = self._held.get(group, {}) | own[group]
             if come.keys() == self._members[group]:
                 del own[group]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_server.backends.process.live_model import LiveModel
 from verl_server.backends.process.load_plan import LoadPlan
-from verl_server.backends.process.load_proof import prove
+from verl_server.backends.process.load_proof import prove, unwritten_modules
 from verl_server.backends.process.module_loader import ModuleLoader
 from verl_server.files.model_folder import resolve_model_folder
 from verl_server.ipc.tp_group import TpGroup
@@ -31,6 +31,7 @@ from verl_server.models.loader import (
     iter_checkpoint,
 )
 from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.receiver.names import listed
 from verl_server.worker.weights.updated_model import ReleasableMemory
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,10 @@ class ServedModel:
         self.weight_map = WeightMap(slots, aliases, expert_stacks(slots), self._loader, self._unserved)
         self._install(dummy_tensors(slots, live.device) if is_dummy else iter_checkpoint(folder))
         if differing := self._differing(first):
-            shown = ", ".join(differing[:3])
             self._loader.unproved = (
-                f"{live.engine}'s loader does not restore {len(differing)} tensors of this model ({shown}), so its "
-                "weights cannot be updated. Generation works with the weights of the start."
+                f"{live.engine}'s loader does not restore {len(differing)} tensors of this model "
+                f"({listed(differing)}), so its weights cannot be updated. Generation works with the weights of the "
+                "start."
             )
             logger.error(self._loader.unproved)
 
@@ -76,18 +77,33 @@ class ServedModel:
         """
         live = self._live
         try:
-            plan = LoadPlan(*live.trace(slots), live.tensors())
+            trace, loaded = live.trace(slots)
+            plan = LoadPlan(trace, loaded, live.tensors())
         except Exception as error:  # a loader may do anything
             logger.warning("%s's loader cannot be traced, so every update goes through it: %r", live.engine, error)
-            return ModuleLoader(live, live.groups(slots))
+            return ModuleLoader(live, live.groups(slots), overwritten=slots)
         groups = plan.groups(slots)
-        loader = ModuleLoader(live, groups)
+        loader = ModuleLoader(live, groups, trace.overwritten)
         prove(live, plan, slots, loader.load)
+        unwritten = unwritten_modules(live, plan, slots, loader.load)
         copied = plan.pieces()
         loader.names = frozenset[str]().union(*_of_all_ranks(tp, [name for name in groups if name not in copied]))
         self._unserved = frozenset(slots).difference(*_of_all_ranks(tp, list(groups)))
         for name in loader.names & groups.keys():
             plan.reload(groups[name], "it is reloaded on another rank")
+        if lost := sorted({name for names in _of_all_ranks(tp, unwritten) for name in names}):
+            loader.unproved = (
+                f"{live.engine}'s loader changes nothing in {len(lost)} modules of this model ({listed(lost)}) when it "
+                "loads them again, so its weights cannot be updated. Generation works with the weights of the start."
+            )
+            logger.error(loader.unproved)
+        if self._unserved:
+            logger.info(
+                "%s reads %d tensors of the checkpoint on no rank, so updates may omit them: %s",
+                live.engine,
+                len(self._unserved),
+                listed(sorted(self._unserved)),
+            )
         for name, pieces in plan.pieces().items():
             slots[name].pieces, slots[name].dtype = pieces, pieces[0][0].dtype
         live.pin(plan.copied())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_server.backends.process.live_model import LiveModel, tensors_on_meta
+from verl_server.backends.process.live_model import LiveModel, on_meta, tensors_on_meta
 from verl_server.models.loader import WeightSlot
 from verl_server.weight_sync.receiver.load_trace.record import LoadTrace, record
 
@@ -57,7 +57,7 @@ def _parameters_on_meta(model: torch.nn.Module) -> Iterator[None]:
                 del vars(module)[name]
     try:
         for module, name, parameter in found:
-            module._parameters[name] = replaced.setdefault(id(parameter), _on_meta(parameter))  # type: ignore[assignment]
+            module._parameters[name] = replaced.setdefault(id(parameter), on_meta(parameter))  # type: ignore[assignment]
         yield
     finally:
         for module, name, parameter in found:
@@ -65,9 +65,3 @@ def _parameters_on_meta(model: torch.nn.Module) -> Iterator[None]:
         for module, before in attributes:
             vars(module).clear()
             vars(module).update(before)
-
-
-def _on_meta(parameter: Tensor) -> Tensor:
-    meta = torch.Tensor._make_subclass(type(parameter), parameter.detach().to("meta"), False)
-    meta.__dict__.update(parameter.__dict__)
-    return meta

@@ -47,8 +47,6 @@ class WorkerExtension:
 def _quiet_vllm() -> None:
     """Drop vLLM's warnings about tensors that a reload omits."""
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-    for module in ("model_executor.model_loader.reload.inplace", "v1.worker.gpu_model_runner"):
-        logging.getLogger(f"vllm.{module}").addFilter(lambda record: "weights were not loaded" not in record.msg)
 
 
 def _tp_group(server_args: ServerArgs) -> TpGroup:

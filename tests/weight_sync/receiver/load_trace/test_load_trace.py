@@ -130,6 +130,31 @@ def test_computed_values_are_noted(trace: LoadTrace) -> None:
     assert "unused" not in trace.feeds
 
 
+def test_a_copy_to_a_tensor_that_is_no_parameter_is_noted() -> None:
+    """A tensor that the loader copies somewhere else is not one that nothing reads."""
+    kept = torch.zeros(3)
+    parameters = {"norm": torch.empty(6, device="meta")}
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, loaded in weights:
+            (parameters["norm"] if name == "norm" else kept).copy_(loaded)
+
+    trace = record(load, {name: torch.empty(SHAPES[name], device="meta") for name in ("norm", "unused")}, parameters)
+    assert trace.feeds.keys() == {"norm"} and trace.read.keys() == {"unused"}
+    assert kept.tolist() == [0, 0, 0]
+
+
+def test_a_tensor_that_the_loader_changes_is_noted() -> None:
+    parameters = {"norm": torch.empty(6, device="meta")}
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, loaded in weights:
+            parameters["norm"].copy_(loaded[:].zero_())
+
+    trace = record(load, {"norm": torch.empty(6, device="meta")}, parameters)
+    assert trace.overwritten == trace.read.keys() == {"norm"}
+
+
 def test_the_copies_install_what_the_loader_installs(trace: LoadTrace) -> None:
     weights = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
     loaded = empty_parameters("cpu")

@@ -37,6 +37,8 @@ class LoadTrace:
     """Tensor of the checkpoint -> parameters that depend on it, by copies or by computation."""
     read: dict[str, str] = field(default_factory=dict)
     """Tensor of the checkpoint on whose values the loader branches -> the operation that reads the values."""
+    overwritten: set[str] = field(default_factory=set)
+    """Tensors of the checkpoint that the loader itself changes, so that it must get copies."""
 
 
 def record(
@@ -115,6 +117,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parameter is None:
             self._kept.append(destination)
             self._mixed.setdefault(_storage(destination), set()).update(names)
+            if not destination.is_meta:  # the loader knows it from elsewhere, and the engine may compute with it
+                self.trace.read.update(dict.fromkeys(names, f"{_aten.copy_.default} to another tensor"))
             return
         for name in names:
             self.trace.feeds.setdefault(name, set()).add(parameter)
@@ -168,6 +172,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = _storage(tensor)
             if storage in self._sources:
                 self.trace.read[self._sources[storage]] = str(func)
+                self.trace.overwritten.add(self._sources[storage])
             self._kept.append(tensor)
             self._same.pop(storage, None)
             self._mixed[storage] = names
