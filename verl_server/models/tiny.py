@@ -14,10 +14,22 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-Arch = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
-"""`qwen3_moe` is for other engines: the embedded one has no mixture of experts."""
+Arch = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "gemma3_text",
+    "gpt_oss",
+    "glm4",
+    "glm4_moe",
+]
+"""transformers' names. The embedded engine has the first four, other engines have all."""
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 """Tokens 0 to 4. Bytes have the ids 5 to 260, in the order of the byte-level alphabet."""
@@ -101,7 +113,8 @@ def make_model_folder(
     config = AutoConfig.for_model(
         arch, **(TINY_SHAPE | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | shape)
     )
-    config.architectures = ["".join(part.capitalize() for part in arch.split("_")) + "ForCausalLM"]
+    model_classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    config.architectures = [model_classes[type(config)].__name__]
     config.dtype = dtype
     if weights:
         model = random_model(config, seed=seed, dtype=dtype, init_std=init_std)
@@ -113,7 +126,10 @@ def make_model_folder(
 
 
 def random_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, init_std: float = 0.5) -> Any:
-    """Return a transformers model with random weights, norms and biases, which are a function of `seed` alone."""
+    """Return a transformers model with random weights, norms and biases, which are a function of `seed` alone.
+
+    Buffers of its checkpoint, such as the corrections of a router's scores, are random, too.
+    """
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -125,4 +141,8 @@ def random_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float
             else:
                 fan_in = parameter.shape[-1] if parameter.dim() > 1 else 64
                 parameter.copy_(init_std * noise * (2.0 / fan_in**0.5 if parameter.dim() > 1 else 0.2))
+        stored = model.state_dict().keys()
+        for name, buffer in sorted(model.named_buffers()):
+            if name in stored and buffer.is_floating_point():
+                buffer.copy_(init_std * torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.eval()
