@@ -97,7 +97,7 @@ class Gaps:
 
 
 @torch.inference_mode()
-def gaps(adapter: HttpServerEngineAdapter, reference: Any, tokens: int = 32) -> Gaps:
+def gaps(adapter: HttpServerEngineAdapter, reference: Any, tokens: int = 16) -> Gaps:
     """Generate greedily from `PROMPT`, and compare with transformers' `reference`."""
     reply: Any = adapter.generate(
         input_ids=PROMPT,

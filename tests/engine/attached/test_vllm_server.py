@@ -151,7 +151,18 @@ def test_requests_of_two_versions_share_no_page(adapter: HttpServerEngineAdapter
     adapter.update_weights_from_disk("/folder")
     adapter.generate("x", extra_key="k")
     first, second = (body["cache_salt"] for path, body in server.posted if path == "/v1/completions")
-    assert first != second and first.endswith(":k:") and second.endswith(":k:")
+    assert first != second
+
+
+def test_namespaces_share_no_page(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
+    """vLLM 0.32 permits at most 128 characters in a salt, and neither slashes nor `@`."""
+    adapter.update_weights_from_disk("/folder", weight_version="13@aaaaaaaa")
+    namespaces: list[dict[str, Any]] = [{}, {"extra_key": "a/b@c" * 99}, {"cache_salt": "k"}, {"extra_key": "k"}]
+    for namespace in [*namespaces, {"extra_key": "k"}]:
+        adapter.generate("x", **namespace)
+    salts = [body["cache_salt"] for path, body in server.posted if path == "/v1/completions"]
+    assert len(set(salts)) == len(namespaces) and salts[-1] == salts[-2]
+    assert all(len(salt) <= 128 and not set(salt) & set("@/\\\0") for salt in salts)
 
 
 def test_two_adapters_of_a_server_share_no_page_of_it(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:

@@ -7,6 +7,7 @@ sampling setting is sent, because vLLM reads missing settings from the model's `
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -165,10 +166,7 @@ class _Sample:
             "request_id": self._rid,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            # Requests of two weights share no page, whatever vLLM does with its cache at an update.
-            "cache_salt": ":".join(
-                [self._began_with.pages, *(str(body.get(k) or "") for k in ("extra_key", "cache_salt"))]
-            ),
+            "cache_salt": _salt(self._began_with.pages, body.get("extra_key"), body.get("cache_salt")),
         }
         if wants:
             request["logprobs"] = self._top
@@ -283,6 +281,15 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "structured_outputs": {name: text for name, text in grammars.items() if text} or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _salt(*parts: Any) -> str:
+    """Return vLLM's `cache_salt` for the weights of a request and its namespaces.
+
+    Requests of two weights share no page, whatever vLLM does with its cache at an update. A digest is sent, because
+    vLLM 0.32 permits at most 128 characters, and neither `@`, which versions contain, nor slashes.
+    """
+    return hashlib.sha256(orjson.dumps(parts)).hexdigest()
 
 
 def _logprobs_mode(vllms: str | None, params: SamplingParams) -> str | None:
