@@ -98,7 +98,7 @@ class HealthApi:
     async def _probe(self) -> None:
         """Generate one token. If the queue is full, wait until cancelled, because the other requests show progress."""
         probe = GenerateReqInput(
-            input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+            input_ids=[0, 0], sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         )
         generation = await self._manager.submit(probe)
         try:
