@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.bubblewrap import needs_bubblewrap
 from tests.cli.test_agents import fake, folder  # noqa: F401 (fixtures)
 from tests.rollout.agents import recipe_files
 from tests.rollout.agents.recipe_files import script
@@ -54,7 +54,7 @@ def test_a_run_of_a_recipe_in_a_file(fake: FakeServer, folder: Path, capsys: pyt
         pytest.param(
             ["--agent", _RECIPE, "--program", "SCRIPT", "--isolation", "none", "--environment", "code"],
             "has tools only",
-            marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="the environment code needs bubblewrap"),
+            marks=needs_bubblewrap,  # so does the environment
         ),
     ],
 )

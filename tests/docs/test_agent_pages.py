@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bubblewrap import needs_bubblewrap
 from verl_server.rollout.trajectory import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -47,11 +48,10 @@ def test_the_example_of_agents_runs(tmp_path: Path) -> None:
     assert len(written) == 8 and all(t.reward is not None and len(t.turns) == 3 for t in written)
 
 
+@needs_bubblewrap
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl: apt-get install curl")
 @pytest.mark.timeout(240)
 def test_the_example_of_recipes_runs(tmp_path: Path) -> None:
-    for program in ("curl", "bwrap"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs {program}")
     lines = run_example("recipes.md", tmp_path)
     assert [line.split()[0] for line in lines] == ["done", "done"]
     assert all(float(reward) > 0 and int(tokens) > 0 for _, reward, tokens in map(str.split, lines))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.bubblewrap import needs_bubblewrap
 from tests.rollout.agents import recipe_files
 from tests.rollout.agents.recipe_files import script
 from tests.train import held_out_agent
@@ -43,7 +43,7 @@ def test_a_program_trains(chat_folder: Path, tmp_path: Path, capfd: pytest.Captu
     assert settings["program_version"] == "script 1.2.3" and settings["isolation"] == "none"
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@needs_bubblewrap
 @pytest.mark.timeout(240)
 def test_an_isolated_program_trains_asynchronously(
     chat_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, Policy, fake_server
 from verl_server.errors import BadRequestError
@@ -18,7 +17,6 @@ from verl_server.rollout.agents.program import ProgramExit, ProgramPlace, check_
 from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentLimits, AgentRun, AgentSession, AgentTask, Server
 from verl_server.rollout.environment import EnvError
-from verl_server.rollout.environments.isolation import check_isolation
 
 PROGRAM_HEAD = """
 import json, os, sys, time, urllib.request
@@ -129,14 +127,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def needs_bubblewrap() -> None:
-    """Skip the test if this machine cannot isolate a program."""
-    try:
-        check_isolation("bubblewrap")
-    except BadRequestError as error:
-        pytest.skip(f"needs bubblewrap, and the right to make namespaces: {error}")
 
 
 @contextlib.asynccontextmanager

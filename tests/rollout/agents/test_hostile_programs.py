@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.rollout.agents.common import needs_bubblewrap, play_isolated, wait_for
+from tests.bubblewrap import needs_bubblewrap
+from tests.rollout.agents.common import play_isolated, wait_for
 from verl_server.ipc.sockets import free_port
 from verl_server.rollout.agents import bridge as bridge_module
 from verl_server.rollout.environments.isolation import isolated
@@ -33,9 +32,7 @@ print(found)
 """
 
 
-@pytest.fixture(autouse=True)
-def _bubblewrap() -> None:
-    needs_bubblewrap()
+pytestmark = needs_bubblewrap
 
 
 def test_it_changes_no_setting_of_the_kernel(tmp_path: Path) -> None:

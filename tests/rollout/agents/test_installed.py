@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.bubblewrap import ISOLATIONS
 from tests.rollout.agents import recipe_files
 from tests.rollout.agents.common import FAST, Echo, is_alive, program, run, says_number, wait_for
 from tests.rollout.agents.recipe_files import RECIPE, installed, script
@@ -37,12 +37,6 @@ class Judge(Echo):
     async def step(self, text: str) -> tuple[str, float | None, bool]:
         self.answers.append(text)
         return await super().step(text)
-
-
-ISOLATIONS = [
-    "none",
-    pytest.param("bubblewrap", marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")),
-]
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)

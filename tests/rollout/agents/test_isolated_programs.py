@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests.bubblewrap import needs_bubblewrap
 from tests.rollout.agents.common import (
     FAST,
     Echo,
     is_alive,
-    needs_bubblewrap,
     play_isolated,
     run_isolated,
     session_of,
@@ -41,10 +41,7 @@ from verl_server.rollout.agents.types import AgentSession, AgentTask
 from verl_server.rollout.faults import FAULTS
 from verl_server.rollout.trajectory import Fault, StopReason
 
-
-@pytest.fixture(autouse=True)
-def _bubblewrap() -> None:
-    needs_bubblewrap()
+pytestmark = needs_bubblewrap
 
 
 _LOOK = """

@@ -15,7 +15,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from tests.rollout.agents.common import FAST, Echo, is_alive, needs_bubblewrap, program, run, says_number, wait_for
+from tests.bubblewrap import ISOLATIONS
+from tests.rollout.agents.common import FAST, Echo, is_alive, program, run, says_number, wait_for
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer
 from verl_server.rollout.agents.gateway import EnvironmentGateway, Referee
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
@@ -53,7 +54,7 @@ def test_every_end_of_a_program_is_recorded(code: str, reason: StopReason, rewar
     assert says in (episode.error or "")
 
 
-@pytest.mark.parametrize("isolation", ["none", "bubblewrap"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 @pytest.mark.parametrize(
     ("work", "reason"),
     [
@@ -65,8 +66,6 @@ def test_a_program_that_computes_is_not_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: Isolation, work: str, reason: StopReason
 ) -> None:
     """A child of the program computes for twice the time after which the episode would end as idle."""
-    if isolation == "bubblewrap":
-        needs_bubblewrap()
     monkeypatch.chdir(tmp_path)
     child = f"import time; end = time.monotonic() + 4.0\n{work}"
     code = f"import subprocess; subprocess.run([sys.executable, '-I', '-S', '-c', {child!r}], check=True)"

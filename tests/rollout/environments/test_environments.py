@@ -6,7 +6,6 @@ import ast
 import asyncio
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.bubblewrap import needs_bubblewrap
 from tests.rollout.fakes import env_server
 from verl_server.errors import BadRequestError
 from verl_server.rollout.environment import EnvError, EnvTimeoutError
@@ -170,14 +170,9 @@ print(found)
 """
 
 
+@needs_bubblewrap
 def test_bubblewrap_isolates_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program looks for a file of the user, the runner's variables, other processes, and a port that listens."""
-    works = (
-        shutil.which("bwrap") is not None
-        and not subprocess.run(isolated(["true"], "bubblewrap"), capture_output=True, timeout=20).returncode
-    )
-    if not works:
-        pytest.skip("needs bubblewrap, and the right to make namespaces")
     secret = tmp_path / "secret"
     secret.write_text("secret")
     monkeypatch.setenv("SOME_SECRET", "secret")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.bubblewrap import needs_bubblewrap
 from verl_server.errors import BadRequestError
 from verl_server.files.trees import TreeBounds, remove_tree
 from verl_server.rollout.environment import EnvError
@@ -24,8 +25,6 @@ from verl_server.rollout.environments.workspace_task import read_workspace
 
 TASKS = Path(__file__).parents[3] / "examples" / "workspace_tasks.jsonl"
 PASSES: dict[str, Any] = {"command": ["true"]}
-
-needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
 
 @pytest.fixture(autouse=True)
@@ -308,7 +307,7 @@ def test_checks_without_isolation_are_said_aloud(
     assert asyncio.run(play())[1] == 1.0
 
 
-@needs_bwrap
+@needs_bubblewrap
 def test_an_isolated_check_sees_its_copy_only(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret")
     script = f"""
@@ -325,7 +324,7 @@ echo 0.5 > "$VERL_REWARD_FILE"
     assert reward == 0.5, report
 
 
-@needs_bwrap
+@needs_bubblewrap
 def test_an_isolated_check_has_bounds() -> None:
     script = "exec python3 -c \"b = b'x' * (1 << 30)\""
     options = shell(script)
@@ -337,7 +336,7 @@ def test_an_isolated_check_has_bounds() -> None:
     assert "ran longer than 1 s" in played(options, isolation="bubblewrap")[1]
 
 
-@needs_bwrap
+@needs_bubblewrap
 def test_an_isolation_that_fails_is_no_fault_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = lambda argv, **options: [shutil.which("bwrap"), "--no-such-option", "--", *argv]  # noqa: E731
     monkeypatch.setattr("verl_server.rollout.environments.workspace.isolated_program", broken)
@@ -358,7 +357,7 @@ _SOLUTIONS: list[tuple[str, str]] = [
 ]
 
 
-@needs_bwrap
+@needs_bubblewrap
 @pytest.mark.parametrize("number", range(3))
 def test_the_examples_can_be_solved(number: int) -> None:
     task = json.loads(TASKS.read_text().splitlines()[number])
