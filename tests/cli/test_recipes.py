@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,12 @@ def test_each_recipe_is_found_by_its_name_and_starts_its_program(tmp_path: Path)
         agent = load_agent(f"{name} --more words", program=ProgramOptions(program=str(program), isolation="none"))
         assert isinstance(agent, InstalledAgent) and agent.words == ["--more", "words"]
         assert agent.recipe.install and agent.recipe.versions
-        agent._check_start()
+        agent = replace(agent, recipe=replace(agent.recipe, needs=()))
+        if agent.recipe.takes_words:
+            agent.check()
+        else:
+            with pytest.raises(BadRequestError, match="has no options: leave '--more' out"):
+                agent.check()
 
 
 def test_a_program_at_a_path_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

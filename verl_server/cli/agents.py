@@ -184,7 +184,7 @@ def _loaded(args: AgentRolloutArgs, console: Console) -> _Loaded:
     if environment is not None:
         check_playable(agent, args.environment or args.tasks, args.reward)
     if isinstance(agent, InstalledAgent):
-        agent.check()
+        agent.check(args.pass_env)
         console.print(f"Agent: {agent}.", highlight=False, markup=False, soft_wrap=True)
     return agent, tasks, environment, load_reward(args.reward, agent, environment)
 

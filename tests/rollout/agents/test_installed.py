@@ -248,7 +248,8 @@ def changed(**fields: Any) -> Recipe:
         ({"program": None}, r"'no-such-script' on PATH. Install it \(make script\), or name its path with --program"),
         ({"program": "/no/such/program"}, "there is none at /no/such/program"),
         ({"recipe": changed(needs=["no-such-git"])}, "needs 'no-such-git', which is not on PATH"),
-        ({"words": ["--context=5"]}, "'--context=5' is an option that the recipe script sets itself"),
+        ({"words": ["--context=5"]}, "'--context' is an option that the recipe script sets itself"),
+        ({"words": ["x"], "recipe": changed(takes_words=False)}, "script has no options: leave 'x' out"),
         (
             {"recipe": changed(version=["--no-version"])},
             r"script cannot be run.*--no-version` failed \(exit code 9\)",
@@ -266,6 +267,13 @@ def test_what_is_missing_is_said_before_the_first_episode(tmp_path: Path, change
     agent = dataclasses.replace(installed(script(tmp_path, "sys.exit(9)")), **change)
     with pytest.raises(BadRequestError, match=says):
         run(agent, environment=lambda task: Echo())
+
+
+@pytest.mark.parametrize("name", ["MODEL", "OPENAI_API_KEY", "HOME", "OTHER_TOKEN"])
+def test_a_variable_of_the_recipe_is_not_passed_on(tmp_path: Path, name: str) -> None:
+    agent = dataclasses.replace(installed(script(tmp_path)), recipe=changed(reserved=["OTHER_TOKEN"]))
+    with pytest.raises(BadRequestError, match=f"must not name {name}: each episode has its own"):
+        run(agent, environment=lambda task: Echo(), pass_env=[name])
 
 
 def test_an_exit_code_is_no_reward_of_an_installed_agent(tmp_path: Path) -> None:

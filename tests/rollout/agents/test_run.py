@@ -443,6 +443,8 @@ def test_an_open_server_is_refused() -> None:
         ("python agent.py", {"reward": "exit"}, r"as a list, for example \['python', 'agent.py'\]"),
         (["no-such-program"], {"reward": "exit"}, "no program 'no-such-program'"),
         (["sh"], {"reward": "exit", "pass_env": ["VERL_SERVER_API_KEY"]}, "no agent receives the owner's key"),
+        (["sh"], {"reward": "exit", "pass_env": ["HOME"]}, "must not name HOME: each episode has its own"),
+        (["sh"], {"reward": "exit", "pass_env": ["OPENAI_BASE_URL"]}, "must not name OPENAI_BASE_URL: each episode"),
         (says_number, {"reward": lambda e: 1.0}, "no async function"),
         (player, {"environment": _echo, "group_size": 0}, "must be at least 1"),
         (player, {"environment": _echo, "resume": True}, "resume needs the folder"),

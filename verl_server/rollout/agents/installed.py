@@ -21,10 +21,11 @@ from typing import Annotated, Any
 import tyro
 
 from verl_server.errors import BadRequestError
-from verl_server.rollout.agents.program import ProgramExit, passed_variables, probe_program, program_place
+from verl_server.rollout.agents.program import ProgramExit, check_passed, passed_variables, probe_program, program_place
 from verl_server.rollout.agents.prompts import task_prompt
-from verl_server.rollout.agents.recipes.recipe import Place, Recipe
+from verl_server.rollout.agents.recipes.recipe import Place, Recipe, Start
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask, Served
+from verl_server.rollout.agents.words import check_words
 from verl_server.rollout.environments.installation import installation_of
 from verl_server.rollout.environments.isolation import Isolation, check_isolation
 from verl_server.rollout.scratch import private_folder, remove_folder
@@ -105,9 +106,14 @@ class InstalledAgent:
     readable: Sequence[Path] = ()
     """Folders that the program may read inside the isolation, beside the system's and its own."""
 
-    def check(self) -> None:
-        """Raise BadRequestError, with the remedy, if the program cannot play an episode. Later calls cost nothing."""
+    def check(self, pass_env: Sequence[str] = ()) -> None:
+        """Raise BadRequestError, with the remedy, if the program cannot play an episode. Later calls cost nothing.
+
+        `pass_env` names variables of this process that the program shall receive.
+        """
         _ = self.version
+        names = {name for name in self.recipe.reserved if not name.startswith("-")}
+        check_passed(pass_env, names | self._trial.env.keys())
 
     @functools.cached_property
     def path(self) -> str:
@@ -132,7 +138,7 @@ class InstalledAgent:
         for folder in self.readable:
             if not Path(folder).is_dir():
                 raise BadRequestError(f"--readable {folder} is no folder. Name folders that exist.")
-        self._check_start()
+        _ = self._trial
         check_isolation(self.isolation)
         if self.isolation == "none":
             _warn_of_no_isolation(self.name)
@@ -242,8 +248,9 @@ class InstalledAgent:
         programs = [Path(found) for name in self.recipe.needs if (found := shutil.which(name)) is not None]
         return [path for program in programs for path in installation_of(program)]
 
-    def _check_start(self) -> None:
-        """Call the recipe once on trial. Raise BadRequestError if it fails."""
+    @functools.cached_property
+    def _trial(self) -> Start:
+        """A command that is not run. Raise BadRequestError if the recipe or the words of the user are wrong."""
         place = Place(
             program=self.path,
             prompt="Hello.",
@@ -254,8 +261,8 @@ class InstalledAgent:
             key="key",
             model="model",
             context=4096,
-            max_output=None,
-            max_turns=None,
+            max_output=100,
+            max_turns=100,
             seconds=60.0,
         )
         try:
@@ -268,16 +275,13 @@ class InstalledAgent:
             raise BadRequestError(f"The recipe {self.name} must return a command, variables and files of texts.")
         if not Path(start.argv[0]).is_absolute():
             raise BadRequestError(f"The recipe {self.name} must start place.program, not {start.argv[0]!r}.")
-        own = {word.partition("=")[0] for word in start.argv if word.startswith("--")}
-        repeated = [word for word in self.words if word.partition("=")[0] in own]
-        if repeated:
-            raise BadRequestError(
-                f"{repeated[0]!r} is an option that the recipe {self.name} sets itself, on which its answer and its "
-                "limits rely: leave it out."
-            )
+        if self.words and not self.recipe.takes_words:
+            raise BadRequestError(f"The program of the recipe {self.name} has no options: leave {self.words[0]!r} out.")
+        check_words(self.name, self.words, start.argv, self.recipe.reserved)
         outside = [name for name in start.files if Path(name).is_absolute() or ".." in Path(name).parts]
         if outside:
             raise BadRequestError(f"The recipe {self.name} names a file outside of HOME: {outside[0]!r}.")
+        return start
 
 
 @functools.cache

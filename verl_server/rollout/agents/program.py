@@ -12,7 +12,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ _NO_KEY = "session"
 _TASK_FILE = "task.json"
 _MOST_PROCESSES = 4096
 """Processes and threads of a sandbox if `AgentLimits.processes` is None, so that a fork bomb has a bound."""
+_OWN = (
+    *("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
+    *("VERL_TASK_FILE", "VERL_ENVIRONMENT_URL"),
+)
+"""Variables of a command, beside HOME and TMPDIR, that `run_program` sets."""
 _RESERVED = ("VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY")
 
 
@@ -55,7 +60,7 @@ def check_program(
     """
     if not argv:
         raise BadRequestError("The agent's command is empty: pass a list such as ['python', 'my_agent.py'].")
-    check_passed(pass_env)
+    check_passed(pass_env, _OWN)
     found = shutil.which(argv[0])
     if found is None:
         raise BadRequestError(f"There is no program {argv[0]!r} on PATH or at this path (folder {os.getcwd()}).")
@@ -97,11 +102,18 @@ def probe_program(
     return (done.stdout.strip() or done.stderr.strip()).partition("\n")[0]
 
 
-def check_passed(pass_env: Sequence[str]) -> None:
-    """Raise BadRequestError if a program would receive the owner's key."""
-    refused = [name for name in pass_env if name in _RESERVED]
-    if refused:
-        raise BadRequestError(f"pass_env must not name {refused[0]}: no agent receives the owner's key.")
+def check_passed(pass_env: Sequence[str], own: Collection[str] = ()) -> None:
+    """Raise BadRequestError if a program would receive the owner's key, or if the runner sets a variable itself.
+
+    `own` are further variables that each episode sets, beside HOME and TMPDIR.
+    """
+    for name in pass_env:
+        if name in _RESERVED:
+            raise BadRequestError(f"pass_env must not name {name}: no agent receives the owner's key.")
+        if name in own or name in ("HOME", "TMPDIR"):
+            raise BadRequestError(
+                f"pass_env (--pass-env) must not name {name}: each episode has its own. Leave it out."
+            )
 
 
 def passed_variables(pass_env: Sequence[str]) -> dict[str, str]:
@@ -338,13 +350,9 @@ async def run_program(
 
 
 def _variables(place: ProgramPlace, pass_env: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of the program, which inherits none."""
+    """Return the variables of the program beside those of `ProgramPlace.run`. It inherits none."""
     env = passed_variables(pass_env)
     env |= {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "HOME": str(place.home),
-        "TMPDIR": str(place.temporary),
-        "LANG": "C.UTF-8",
         "OPENAI_BASE_URL": place.openai_url,
         "OPENAI_API_KEY": place.key,
         "ANTHROPIC_BASE_URL": place.anthropic_url,

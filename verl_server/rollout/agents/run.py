@@ -33,7 +33,7 @@ from verl_server.rollout.agents.episode import Agent, AgentPlayer, Progress
 from verl_server.rollout.agents.gateway import EnvironmentGateway
 from verl_server.rollout.agents.installed import INSTALLED_AT_ONCE, InstalledAgent
 from verl_server.rollout.agents.output import RunFolder, settings_id
-from verl_server.rollout.agents.program import check_passed, check_program, memory_hidden
+from verl_server.rollout.agents.program import check_program, memory_hidden
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.servers import ServerPool
 from verl_server.rollout.agents.types import (
@@ -339,8 +339,7 @@ async def _checked(
             "(load_agent makes one of the name of a recipe)."
         )
     if isinstance(agent, InstalledAgent):
-        check_passed(pass_env)
-        await asyncio.to_thread(agent.check)
+        await asyncio.to_thread(agent.check, pass_env)
         return agent
     if not callable(agent):
         return await asyncio.to_thread(check_program, agent, pass_env, isolation=isolation or "none", readable=readable)

@@ -70,5 +70,10 @@ RECIPE = Recipe(
     start=start,
     answer=answer,
     needs=["git"],
+    reserved=[
+        *("-m", "--message", "--msg", "-f", "--weak-model", "--editor-model", "--openai-api-base", "--openai-api-key"),
+        *("--api-key", "--set-env", "--env-file", "-c", "--config", "--git", "--restore-chat-history", "--analytics"),
+        *("--gui", "--browser", "--exit", "--dry-run"),
+    ],
     least_context=1_024,
 )

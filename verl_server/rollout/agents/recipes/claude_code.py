@@ -59,4 +59,10 @@ RECIPE = Recipe(
     versions="2.1.197",
     start=start,
     answer=answer,
+    reserved=[
+        *("--print", "--input-format", "--permission-mode", "--model", "--fallback-model"),
+        *("--bg", "--background", "-c", "--continue", "-r", "--resume", "--fork-session", "--from-pr"),
+        *("ANTHROPIC_AUTH_TOKEN", "CLAUDE_CODE_OAUTH_TOKEN"),
+        *("CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_FOUNDRY", "CLAUDE_CODE_USE_VERTEX"),
+    ],
 )

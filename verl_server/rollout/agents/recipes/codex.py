@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from verl_server.rollout.agents.recipes.recipe import Place, ReadHome, Recipe, Start
 
@@ -64,6 +67,23 @@ def _compact_at(place: Place) -> int:
     return place.context - reply - output
 
 
+def _keys(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted keys of nested settings."""
+    for key, value in settings.items():
+        yield from [f"{key}.{inner}" for inner in _keys(value)] if isinstance(value, dict) else [key]
+
+
+def _reserved() -> list[str]:
+    """Return the options that would replace a setting of the recipe."""
+    keys = list(_keys(tomllib.loads(_CONFIG.format(model='""', context=0, compact_at=0, url='""', milliseconds=0))))
+    features = [key.removeprefix("features.") for key in keys if key.startswith("features.")]
+    set_keys = [f"{option} {key}" for option in ("-c", "--config") for key in keys]
+    switches = [f"{option} {feature}" for option in ("--enable", "--disable") for feature in features]
+    others = ["-m", "--model", "-p", "--profile", "--oss", "--local-provider", "--remote", "--ignore-user-config"]
+    others += ["-s", "--sandbox", "--approve-for-me", "--cd", "--worktree", "--output-last-message"]
+    return [*set_keys, *switches, *others]
+
+
 def answer(stdout: str, read: ReadHome) -> str:
     """Return the last message. There is none if the last turn failed."""
     return read(_ANSWER) or ""
@@ -75,5 +95,6 @@ RECIPE = Recipe(
     versions="0.171.0",
     start=start,
     answer=answer,
+    reserved=_reserved(),
     least_context=8_192,
 )

@@ -10,6 +10,12 @@ import json
 from verl_server.rollout.agents.recipes.recipe import Place, ReadHome, Recipe, Start
 
 _TRAJECTORY = "trajectory.json"
+_SET = (
+    *("run.task", "agent.mode", "agent.confirm_exit", "agent.cost_limit", "agent.output_path"),
+    *("model.model_name", "model.model_class", "model.cost_tracking"),
+    *("model.model_kwargs.timeout", "model.model_kwargs.max_tokens"),
+)
+"""The keys of the program's settings that `start` and its options set."""
 
 
 def start(place: Place) -> Start:
@@ -52,5 +58,9 @@ RECIPE = Recipe(
     start=start,
     answer=answer,
     version=["--help"],
+    reserved=[
+        *(f"{option} {key}" for option in ("-c", "--config") for key in _SET),
+        *("-m", "--model", "--model-class", "-t", "--task", "-l", "--cost-limit", "--output"),
+    ],
     least_context=2_048,
 )

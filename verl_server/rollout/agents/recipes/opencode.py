@@ -81,5 +81,6 @@ RECIPE = Recipe(
     start=start,
     answer=answer,
     needs=["rg"],  # its tools glob and grep fail without it, and it would download one
+    reserved=["-m", "--model", "-c", "--continue", "-s", "--session", "--fork", "--attach", "--share"],
     least_context=12_288,
 )

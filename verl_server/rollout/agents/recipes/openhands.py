@@ -61,5 +61,6 @@ RECIPE = Recipe(
     start=start,
     answer=answer,
     version=["-c", "from importlib.metadata import version; print('openhands-sdk', version('openhands-sdk'))"],
+    takes_words=False,
     least_context=12_288,
 )

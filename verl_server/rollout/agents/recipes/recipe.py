@@ -80,5 +80,12 @@ class Recipe:
     """Words with which the program prints its version. A program that has none may print anything, and exits with 0."""
     needs: Sequence[str] = ()
     """Further programs that it calls, such as "git"."""
+    reserved: Sequence[str] = ()
+    """Options that a user must not add, beside those of the command of `start`: other names of these ("--print" of
+    "-p"), and options that would replace the address, the model, a limit or the answer. "-c KEY" is one key of an
+    option with a value KEY=VALUE. A name without a dash is a variable that the user must not pass on, beside those of
+    `start`."""
+    takes_words: bool = True
+    """False if the program ignores words behind its command, so that they are refused."""
     least_context: int = 0
     """Tokens of its first prompt, about. A server whose context is shorter cannot play any episode, and is refused."""

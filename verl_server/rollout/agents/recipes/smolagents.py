@@ -78,5 +78,6 @@ RECIPE = Recipe(
     start=start,
     answer=answer,
     version=["-c", "from importlib.metadata import version; print('smolagents', version('smolagents'))"],
+    takes_words=False,
     least_context=4_096,
 )
