@@ -23,10 +23,10 @@ import msgspec
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agent_loop import OnGroup, Rollout
-from verl_server.rollout.agents.branch_notice import BranchNotice
 from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.installed import INSTALLED_AT_ONCE, InstalledAgent
 from verl_server.rollout.agents.loading import check_playable, environment_factory, load_agent, load_reward, read_tasks
+from verl_server.rollout.agents.notices import AgentNotices
 from verl_server.rollout.agents.program import check_program
 from verl_server.rollout.agents.run import arun_agents, sees_processes
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
@@ -40,7 +40,6 @@ from verl_server.rollout.loop_thread import LoopThread, Running
 from verl_server.rollout.recorded_turns import Recording
 from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.trajectory import Event, Task, Trajectory
-from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.train.batches import check_usable
 from verl_server.train.held_out import HELD_OUT
 from verl_server.train.options import TrainArgs
@@ -106,7 +105,7 @@ class AgentGroups:
         self._name = args.env_url or args.tasks or ""
         self._engines: Sequence[HttpServerEngineAdapter] = ()
         self._background = LoopThread("agents")
-        self._notice, self._branch_notice = UnsampledNotice(agent=True), BranchNotice()
+        self._notices = AgentNotices()
 
     @property
     def environment_url(self) -> str:
@@ -233,8 +232,7 @@ class AgentGroups:
             forced_mode=self._forced_mode,
             session_seeds=[task.sampling_seed or 0 for task in tasks],
             on_finish=keep,
-            notice=self._notice,
-            branch_notice=self._branch_notice,
+            notices=self._notices,
             version=version,
             slots=slots,
             isolation=self._isolation,

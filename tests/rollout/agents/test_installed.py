@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.bubblewrap import ISOLATIONS
+from tests.bubblewrap import ISOLATIONS, needs_bubblewrap
 from tests.rollout.agents import recipe_files
 from tests.rollout.agents.common import FAST, Echo, is_alive, program, run, says_number, wait_for
 from tests.rollout.agents.recipe_files import RECIPE, installed, script
@@ -140,8 +140,30 @@ def test_a_run_without_a_token_says_why(tmp_path: Path, caplog: pytest.LogCaptur
     agent = installed(script(tmp_path, "print('no server'); sys.exit(7)"))
     result = run(agent, reward=lambda episode: 1.0)
     assert result.trajectories == [] and [e.reason for e in result.episodes] == [StopReason.AGENT_ERROR]
-    assert "None of the 1 episodes has a recorded token. Episode 0-0-0 ended as agent_error" in caplog.text
+    assert "None of the first 1 episodes has a recorded token. Episode 0-0-0 ended as agent_error" in caplog.text
     assert "exit code 7" in caplog.text and "no server" in caplog.text
+    assert "Likely causes: the agent asks another base URL" in caplog.text and "login" in caplog.text
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("", "The program asked its session for no generation."),
+        (
+            "chat_of_another_server()",
+            "no generation, and 1 of its requests are none that a session serves.",
+        ),
+    ],
+)
+def test_an_isolated_program_that_asks_nothing_is_known(tmp_path: Path, code: str, says: str) -> None:
+    another = f"""
+def chat_of_another_server():
+    post(os.environ["OPENAI_BASE_URL"] + "/login", {{}})
+{code}
+"""
+    (episode,) = run(installed(script(tmp_path, another), "bubblewrap"), reward=lambda episode: 1.0).episodes
+    assert says in (episode.error or "") and episode.reason is (StopReason.AGENT_ERROR if code else StopReason.DONE)
 
 
 def test_a_recipe_that_cannot_read_the_answer_says_so(tmp_path: Path) -> None:

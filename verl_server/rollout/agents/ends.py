@@ -59,7 +59,13 @@ def _seen_end(end: End, traffic: Traffic | None) -> End:
 
     A program may exit with 0 after its server has failed, or has refused what it sent.
     """
-    if traffic is None or traffic.last_status is None or end.reason not in (StopReason.DONE, StopReason.AGENT_ERROR):
+    if traffic is None or end.reason not in (StopReason.DONE, StopReason.AGENT_ERROR):
+        return end
+    if traffic.last_status is None:
+        if not traffic.generations:
+            refused = f", and {traffic.refused} of its requests are none that a session serves" * bool(traffic.refused)
+            said = f"The program asked its session for no generation{refused}."
+            end.error = said if end.error is None else f"{end.error.rstrip()}\n{said}"
         return end
     if traffic.last_status == 0 or traffic.last_status >= 500:
         end.reason = StopReason.GENERATION_ERROR

@@ -27,11 +27,11 @@ import msgspec
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.run_output import location
 from verl_server.messages.session_types import ForcedMode
-from verl_server.rollout.agents.branch_notice import BranchNotice
 from verl_server.rollout.agents.branches import episode_trajectories
 from verl_server.rollout.agents.episode import Agent, AgentPlayer, Progress
 from verl_server.rollout.agents.gateway import EnvironmentGateway
 from verl_server.rollout.agents.installed import INSTALLED_AT_ONCE, InstalledAgent
+from verl_server.rollout.agents.notices import AgentNotices
 from verl_server.rollout.agents.output import RunFolder, settings_id
 from verl_server.rollout.agents.program import check_program, memory_hidden
 from verl_server.rollout.agents.rewards import Reward
@@ -52,7 +52,6 @@ from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.running_loop import refuse_running_loop, run_all
 from verl_server.rollout.scratch import private_root
 from verl_server.rollout.trajectory import Fault, StopReason, Trajectory
-from verl_server.rollout.unsampled import UnsampledNotice
 from verl_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -115,8 +114,7 @@ async def arun_agents(
     hidden: Sequence[Path] = (),
     progress: Progress | None = None,
     describe: Mapping[str, Any] | None = None,
-    notice: UnsampledNotice | None = None,
-    branch_notice: BranchNotice | None = None,
+    notices: AgentNotices | None = None,
     version: str | None = None,
     slots: AbstractAsyncContextManager[object] | None = None,
 ) -> AgentRun:
@@ -145,9 +143,9 @@ async def arun_agents(
     `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run
     continues: its settings must be equal, except those that docs/runs.md lists, and episodes that have ended are
     not played again. `describe` is added to run.json and must be equal in a resumed run. `on_finish` is called with
-    each attempt that has ended, and `progress` counts what runs now. `notice` logs the first episode without a
-    sampled token, and `branch_notice` that episodes have many branches; pass the same ones to log once over several
-    calls. With `version`, a session begins only on a
+    each attempt that has ended, and `progress` counts what runs now. `notices` logs what is wrong
+    with the first episodes: none has a sampled token, each answer is empty, they have many branches. Pass the same
+    object to log once over several calls. With `version`, a session begins only on a
     server whose weights satisfy it (`weight_version.satisfies`). `slots` bounds the episodes of several calls together,
     in the place of `max_concurrency`.
 
@@ -240,8 +238,8 @@ async def arun_agents(
         stack.enter_context(_background(pool.watch()))
         spent = folder.replaced if folder is not None else Counter[tuple[int, int]]()
         left = Replacements(replacements, spent)
-        branches = branch_notice or BranchNotice()
-        run = _Run(player, folder, retries, left, on_finish, notice or UnsampledNotice(agent=True), branches)
+        notices = notices or AgentNotices()
+        run = _Run(player, folder, retries, left, on_finish, notices)
         places = [(i, member) for i in range(len(tasks)) for member in range(group_size)]
         finished = folder.finished if folder is not None else {}
         most = max_concurrency or (INSTALLED_AT_ONCE if isinstance(agent, InstalledAgent) else max(1, len(places)))
@@ -256,13 +254,11 @@ async def arun_agents(
         try:
             await run_all(play(*place) for place in places if place not in finished)
         finally:
-            branches.end()
+            notices.end()
             if folder is not None:
                 folder.write_summary(clock(), len(places))
     trajectories = folder.trajectories() if folder is not None else run.trajectories
     trajectories.sort(key=lambda t: (t.task.group, t.member, t.branch))
-    if run.episodes and not trajectories:
-        _warn_of_nothing(run.episodes)
     return AgentRun(run.episodes, trajectories, clock())
 
 
@@ -282,16 +278,14 @@ class _Run:
         retries: int,
         left: Replacements,
         on_finish: Callable[[AgentEpisode], None] | None,
-        notice: UnsampledNotice,
-        branches: BranchNotice,
+        notices: AgentNotices,
     ) -> None:
         self._player = player
         self._folder = folder
         self._retries = retries
         self._left = left
         self._on_finish = on_finish
-        self._notice = notice
-        self._branches = branches
+        self._notices = notices
         self.episodes: list[AgentEpisode] = []
         self.trajectories: list[Trajectory] = []
 
@@ -320,11 +314,9 @@ class _Run:
     def _keep(self, episode: AgentEpisode) -> None:
         episode.reason = episode.reason or StopReason.ABORTED
         self.episodes.append(episode)
-        if episode.final and episode.is_unsampled:
-            self._notice.give(episode.name, episode.reason, episode.reward)
         branches = episode_trajectories(episode) if self._folder is None else self._folder.add(episode)
         if episode.final:
-            self._branches.add(episode.name, branches)
+            self._notices.add(episode, branches)
             self.trajectories += branches if self._folder is None else []
         if self._on_finish is not None:
             self._on_finish(episode)
@@ -392,15 +384,6 @@ def _name(function: Any) -> str:
     """Return the module and name of a function for run.json, or the `repr` of an object without addresses."""
     name = getattr(function, "__qualname__", None)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(function)) if name is None else f"{function.__module__}:{name}"
-
-
-def _warn_of_nothing(episodes: Sequence[AgentEpisode]) -> None:
-    """Log why there is nothing to train on, which a caller who looks at the trajectories alone would not see."""
-    first = next((episode for episode in episodes if episode.error), episodes[0])
-    logger.warning(
-        "None of the %d episodes has a recorded token. Episode %s ended as %s: %s",
-        *(len(episodes), first.name, first.reason, first.error or "it asked for no generation"),
-    )
 
 
 def _note_version(folder: RunFolder, agent: InstalledAgent) -> None:
