@@ -51,7 +51,7 @@ def recorded(out: Path) -> dict[str, Series]:
             named |= {name_in_group(prefix, key): value for key, value in line[field].items()}
         add(series, line["step"], named)
     for line in lines_of(out / "evaluations.jsonl"):
-        assert line["incomplete"] is None
+        assert line["incomplete"] is None and not line.get("episode_metrics")
         add(series, line["step"], {name: line[field] for name, field in EVALUATION_FIGURES.items()})
     return series
 

@@ -40,6 +40,23 @@ def test_branches_of_agents_are_counted_by_kind_over_all_ranks() -> None:
     assert make_report([make_trajectory(0, 1.0)], 0).branches == {}
 
 
+def test_metrics_of_episodes_are_means_over_those_that_have_them_on_all_ranks() -> None:
+    """Each episode counts once, whatever its branches, and an unsampled one not at all."""
+    tree = conversation()
+    tree.add(0, began="edited")
+    branches = exported(tree)
+    for branch in branches:
+        branch.metrics = {"steps": 3.0, "near": 0.5}
+    other, plain, unsampled = (make_trajectory(group, 1.0) for group in range(1, 4))
+    other.metrics, unsampled.metrics = {"near": 1.0}, {"near": 90.0}
+    unsampled.loss_mask = [0] * len(unsampled.tokens)
+    reports = [make_report(branches, 0), make_report([other, plain, unsampled], 0, 1)]
+    merged = merge_reports(reports)
+    metrics = describe_rollout(merged, step=0, version="1", ranks=2, gap=None)
+    assert len(branches) == 2 and metrics.episode_metrics == {"near": 0.75, "steps": 3.0}
+    assert describe_rollout(make_report([plain], 0), step=0, version="1", ranks=1, gap=None).episode_metrics == {}
+
+
 def test_nothing_to_train_on_is_explained() -> None:
     failed = [make_trajectory(0, None) for _ in range(3)]
     assert make_report(failed, 0).obstacle() == "3 of 3 episodes failed: 3 x ws://env:1/ws did not answer `step`"

@@ -33,6 +33,10 @@ def test_two_steps_of_one_turn_with_an_evaluation(trainer: Any, model: Path, tmp
     assert all(step["reward"] > 0.0 and step["logprob_gap"] < 1e-4 for step in steps)
     evaluations = [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]
     assert [line["step"] for line in evaluations] == [0, 2] and all(line["incomplete"] is None for line in evaluations)
+    for line in (*steps, *evaluations):
+        found = line["episode_metrics"]
+        assert found.keys() == {"amount", "characters", "form"}
+        assert line["reward"] == pytest.approx(found["amount"] + 0.25 * found["form"])
     assert all(line["reward"] < 0.3 for line in evaluations)  # nobody writes 100 letters with 24 tokens
     before, after = load_file(model / "model.safetensors"), load_file(out / "model" / "model.safetensors")
     assert any(not before[key].equal(after[key]) for key in before)

@@ -167,6 +167,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """The observation after the last action. The policy did not read it."""
     reward: float | None = None
     """Sum of the turns' rewards, None if the episode has no reward."""
+    metrics: dict[str, float] = {}
+    """Figures beside the reward that the agent's own code computed: those of environments of verifiers. All branches of
+    an episode have the same ones."""
     stop_reason: StopReason | None = None
     """Reason for the end of the episode, None while the episode runs."""
     fault: Fault | None = None

@@ -315,6 +315,7 @@ def _branches(episode: AgentEpisode, task: Task) -> list[Trajectory]:
         Trajectory(
             task=task,
             reward=episode.reward,
+            metrics=episode.metrics,
             stop_reason=episode.reason,
             fault=episode.fault,
             error=episode.error,

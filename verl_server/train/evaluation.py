@@ -23,6 +23,7 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.loop_thread import Running
 from verl_server.rollout.trajectory import Trajectory, by_episode, is_unsampled
 from verl_server.train.environment_figures import mean_over_mixture
+from verl_server.train.episode_metrics import metric_means
 from verl_server.train.evaluations import best_evaluated_step
 from verl_server.train.held_out import HeldOut
 from verl_server.train.metrics import describe_environments
@@ -233,6 +234,7 @@ def merge_shares(
         push_delay=push_delay,
         incomplete=incomplete or unscored,
         environments=environments,
+        episode_metrics=metric_means(report.metrics),
     )
     return Evaluated(record, report)
 

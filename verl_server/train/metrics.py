@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from verl_server.logprob_gap import LogprobGap
 from verl_server.train.environment_figures import EnvironmentFigures
+from verl_server.train.episode_metrics import metric_means
 from verl_server.train.rollout_report import RolloutReport
 
 
@@ -198,6 +199,9 @@ class StepMetrics:
     branches: dict[str, int] = field(default_factory=dict)
     """Kind -> number of branches of an agent's episodes: root and child are conversations, and the other ones are
     changes of their history (`TokenCounts.branches`). {} without an agent."""
+    episode_metrics: dict[str, float] = field(default_factory=dict)
+    """Name -> mean over the episodes that have it and a sampled token: metrics and scores beside the reward that an
+    environment of verifiers computed. {} without one."""
     kept_episodes: int = 0
     """Episodes that had ended in an earlier start of the run, in groups that had not, and that were not played again.
     With `--replay-actions` only, as the next two."""
@@ -240,6 +244,7 @@ def describe_rollout(
         kept=report.kept,
         stop_reasons=report.stop_reasons,
         branches=report.branches,
+        episode_metrics=metric_means(report.metrics),
         turns=report.turns / episodes,
         sampled_tokens=report.sampled_tokens,
         forced_share=report.forced_tokens / max(1, report.sampled_tokens),

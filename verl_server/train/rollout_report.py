@@ -18,6 +18,7 @@ from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode, i
 from verl_server.rollout.unsampled import is_too_long, remedy
 from verl_server.train.environment_figures import EnvironmentSums, added, sums_by_environment
 from verl_server.train.episode_counts import EpisodeCounts, has_failed
+from verl_server.train.episode_metrics import MetricSum, merge_sums, metric_sums
 from verl_server.train.mixture import Mixture
 
 _SERVER_FAILED = (
@@ -110,6 +111,8 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     stop_reasons: dict[str, int] = {}
     branches: dict[str, int] = {}
     """Kind -> number of branches of an agent's episodes (`TokenCounts.branches`). {} without an agent."""
+    metrics: dict[str, MetricSum] = {}
+    """Name -> sum of a metric that the agent's own code computed. {} without such code."""
     failures: list[Failure] = []
     """The failed episodes that no other one replaced."""
     replaced: list[Failure] = []
@@ -226,6 +229,7 @@ def report_rollout(
         seconds=seconds,
         stop_reasons=dict(Counter(str(t.stop_reason) for t in firsts)),
         branches=dict(Counter(kind for b in episodes if b[0].session for kind in branch_kinds(b))),
+        metrics=metric_sums(episodes),
         failures=[failure(t, False) for t in firsts if has_failed(t)],
         replaced=[failure(branches[0], True) for branches in lost],
         lost=Means.of(lost),
@@ -265,6 +269,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         seconds=max(r.seconds for r in reports),
         stop_reasons=dict(reasons.most_common()),
         branches=dict(branches.most_common()),
+        metrics=merge_sums([r.metrics for r in reports]),
         failures=[failure for r in reports for failure in r.failures],
         replaced=[failure for r in reports for failure in r.replaced],
         lost=sum((r.lost for r in reports), Means()),

@@ -126,6 +126,8 @@ class Evaluation(msgspec.Struct, kw_only=True):
     named), or an error."""
     environments: dict[str, HeldOutFigures] = {}
     """Environment of a mixture -> its figures. Absent without a mixture."""
+    episode_metrics: dict[str, float] = {}
+    """Name -> mean of a metric, as in a line of metrics.jsonl."""
     incarnation: str = ""
     """Incarnation of the start of the run that evaluated."""
     time: float = 0.0

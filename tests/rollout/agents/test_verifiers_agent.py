@@ -154,6 +154,7 @@ def test_episodes_share_what_the_environment_serves(made: list[FakeEnvironment])
         (4, "say 4", 4.0),
     ]
     assert all(e.metrics == {"right": 0.5, "length": 3.0} for e in result.episodes)
+    assert all(t.metrics == {"right": 0.5, "length": 3.0} for t in result.trajectories) and result.trajectories
     assert [t.reward for t in result.trajectories] == [3.0, 3.0, 4.0, 4.0]
     (environment,) = made
     assert (environment.settings, environment.max_turns) == ({"taskset": {"a": 1}}, 7)

@@ -15,6 +15,7 @@ from verl_server.train.trackers.names import (
     ENVIRONMENT_FIGURES,
     EVALUATED_ENVIRONMENT_FIGURES,
     EVALUATION_FIGURES,
+    EVALUATION_GROUPS,
     STEP_FIGURES,
     STEP_GROUPS,
     WITHOUT_NAME,
@@ -42,6 +43,8 @@ def test_figures_of_each_environment_of_a_mixture() -> None:
     assert (own["env/code/reward"], own["env/code/groups"], own["env/code/tokens"]) == (0.5, 3, 40)
     held = {"code": {"episodes": 4, "failed": 1, "reward": 0.5, "success": 0.25}}
     evaluated = figures_of_evaluation(evaluation(10, environments=held))
+    of_verifiers = figures_of_evaluation(evaluation(10, episode_metrics={"near": 0.5}))
+    assert of_verifiers["evaluation/metrics/near"] == 0.5
     assert evaluated["evaluation/env/code/success"] == 0.25 and evaluated["evaluation/env/code/failed"] == 1
     incomplete = figures_of_evaluation(evaluation(10, environments=held, incomplete="timeout"))
     assert evaluated.keys() - incomplete.keys() == {
@@ -56,7 +59,8 @@ def test_the_page_lists_the_names_with_their_fields() -> None:
     mixture = {f"env/NAME/{end}": field for end, field in ENVIRONMENT_FIGURES.items()}
     mixture |= {f"evaluation/env/NAME/{end}": field for end, field in EVALUATED_ENVIRONMENT_FIGURES.items()}
     of_steps = [*STEP_FIGURES.items(), *CRITIC_LOSSES.items(), *groups.items()]
-    code = [*of_steps, *EVALUATION_FIGURES.items(), *mixture.items()]
+    of_evaluations = EVALUATION_FIGURES | {f"{prefix}KEY": key for prefix, key in EVALUATION_GROUPS.items()}
+    code = [*of_steps, *of_evaluations.items(), *mixture.items()]
     assert sorted(rows) == sorted(code)
 
 

@@ -31,6 +31,7 @@ def _trajectory(episode: AgentEpisode, branch: Branch, known: set[tuple[str, int
     task = Task(seed=episode.task.seed, group=episode.index, sampling_seed=episode.seed)
     trajectory = branch_trajectory(branch, task)
     trajectory.reward, trajectory.stop_reason = episode.reward, episode.reason
+    trajectory.metrics = episode.metrics
     trajectory.fault, trajectory.error = episode.fault, episode.error
     trajectory.events = sorted([*waits, *_generations(episode, branch, known)], key=lambda event: event.start)
     trajectory.began = episode.began

@@ -69,6 +69,7 @@ STEP_GROUPS = {
     "episodes/ended/": "stop_reasons",
     "episodes/fault/": "failures",
     "episodes/branches/": "branches",
+    "episodes/metrics/": "episode_metrics",
     "time/wait/": "waits",
     "idle/": "idle",
 }
@@ -112,6 +113,8 @@ EVALUATION_FIGURES = {
     "evaluation/push_delay": "push_delay",
 }
 """Name -> key of a line of evaluations.jsonl."""
+EVALUATION_GROUPS = {"evaluation/metrics/": "episode_metrics"}
+"""Begin of names -> key of a line of evaluations.jsonl, a mapping. Each of its keys is the rest of a name."""
 _NAMES_OF_CRITIC = {key: name for name, key in CRITIC_LOSSES.items()}
 EVALUATED_ENVIRONMENT_FIGURES = {"reward": "reward", "success": "success", "episodes": "episodes", "failed": "failed"}
 """End of the names evaluation/env/ENVIRONMENT/... -> key of an environment in a line of evaluations.jsonl."""
@@ -140,6 +143,8 @@ def figures_of_evaluation(evaluation: Mapping[str, Any]) -> dict[str, float]:
     An incomplete evaluation has neither reward nor success, because those of other weights cannot be compared with it.
     """
     figures = _numbers({name: evaluation.get(key) for name, key in EVALUATION_FIGURES.items()})
+    for prefix, group in EVALUATION_GROUPS.items():
+        figures |= _numbers({f"{prefix}{key}": value for key, value in evaluation.get(group, {}).items()})
     for name, values in evaluation.get("environments", {}).items():
         own = {end: values.get(key) for end, key in EVALUATED_ENVIRONMENT_FIGURES.items()}
         figures |= _numbers({f"evaluation/env/{name}/{end}": value for end, value in own.items()})

@@ -162,6 +162,13 @@ export const CHARTS = [
     lines: ofEnvironments("reward"),
   },
   {
+    id: "metrics",
+    title: "Metrics of the environment",
+    hint: "Means over the episodes of what an environment of verifiers computed beside the reward",
+    lines: family("episode_metrics."),
+    optional: true,
+  },
+  {
     id: "entropy",
     title: "Entropy",
     hint: "Entropy of the policy at the trained tokens, in nats. Near 0, the policy explores no more",
