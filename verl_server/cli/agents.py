@@ -30,7 +30,7 @@ from verl_server.rollout.agents.loading import (
     read_tasks,
 )
 from verl_server.rollout.agents.output import read_lines, summarize_lines
-from verl_server.rollout.agents.program import take_from_environment
+from verl_server.rollout.agents.own_memory import take_from_environment
 from verl_server.rollout.agents.progress import ProgressView
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents

@@ -29,6 +29,7 @@ from verl_server.rollout.agents.loading import check_playable, environment_facto
 from verl_server.rollout.agents.notices import AgentNotices
 from verl_server.rollout.agents.program import check_program
 from verl_server.rollout.agents.run import arun_agents, sees_processes
+from verl_server.rollout.agents.starting import ProgramStarts
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.agents.verifiers_agent import VerifiersAgent, close_agent
 from verl_server.rollout.engine_pool import stranded
@@ -105,7 +106,7 @@ class AgentGroups:
         self._name = args.env_url or args.tasks or ""
         self._engines: Sequence[HttpServerEngineAdapter] = ()
         self._background = LoopThread("agents")
-        self._notices = AgentNotices()
+        self._notices, self._starts = AgentNotices(), ProgramStarts()
 
     @property
     def environment_url(self) -> str:
@@ -233,6 +234,7 @@ class AgentGroups:
             session_seeds=[task.sampling_seed or 0 for task in tasks],
             on_finish=keep,
             notices=self._notices,
+            starts=self._starts,
             version=version,
             slots=slots,
             isolation=self._isolation,

@@ -19,7 +19,7 @@ from tests.rollout.agents.common import FAST, Echo, is_alive, program, run, says
 from tests.rollout.agents.recipe_files import RECIPE, installed, script
 from tests.rollout.fake_sessions import FakeServer, served
 from verl_server.errors import BadRequestError
-from verl_server.rollout.agents import episode as episode_module
+from verl_server.rollout.agents import activity as activity_module
 from verl_server.rollout.agents.recipes.recipe import Recipe, Start
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.environments.isolation import Isolation
@@ -229,7 +229,7 @@ def test_an_environment_that_is_done_is_not_played_again(tmp_path: Path) -> None
 def test_a_program_that_tries_again_after_its_last_turn_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_module, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(activity_module, "LIMIT_SECONDS", 0.5)
     code = """
 import urllib.error
 chat(prompt)

@@ -166,7 +166,7 @@ def test_the_owners_key_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_key_is_overwritten_in_the_environment_that_proc_shows() -> None:
     script = (
-        "import os\nfrom verl_server.rollout.agents.program import take_from_environment\n"
+        "import os\nfrom verl_server.rollout.agents.own_memory import take_from_environment\n"
         "assert take_from_environment('VERL_SERVER_API_KEY') == 'hidden-key'\n"
         "assert 'VERL_SERVER_API_KEY' not in os.environ\n"
         "assert b'hidden-key' not in open('/proc/self/environ', 'rb').read()\n"

@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from verl_server.rollout.agents import starting as starting_module
-from verl_server.rollout.agents.starting import starting
+from verl_server.rollout.agents.starting import ProgramStarts
 from verl_server.rollout.agents.uplink import Traffic
 
 
 class Programs:
     """Programs in the order in which they began."""
 
-    def __init__(self) -> None:
+    def __init__(self, starts: ProgramStarts) -> None:
+        self.starts = starts
         self.began: list[Traffic] = []
         self.end = asyncio.Event()
 
     async def play(self) -> None:
         traffic = Traffic()
-        async with starting(traffic):
+        async with self.starts.start(traffic):
             self.began.append(traffic)
             await self.end.wait()
 
@@ -32,11 +32,6 @@ class Programs:
         for _ in range(100):
             await asyncio.sleep(0)
         assert len(self.began) == count
-
-
-@pytest.fixture(autouse=True)
-def _two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting_module, "_AT_ONCE", 2)
 
 
 def _asks(programs: Programs, tasks: list[asyncio.Task[None]]) -> None:
@@ -52,8 +47,10 @@ def _ends(programs: Programs, tasks: list[asyncio.Task[None]]) -> None:
 def test_a_program_waits_until_another_one_has_started(
     change: Callable[[Programs, list[asyncio.Task[None]]], None],
 ) -> None:
+    starts = ProgramStarts(at_once=2)
+
     async def main() -> None:
-        programs = Programs()
+        programs = Programs(starts)
         tasks = [asyncio.ensure_future(programs.play()) for _ in range(5)]
         await programs.reach(2)
         tasks[-1].cancel()  # one that waits
@@ -63,14 +60,13 @@ def test_a_program_waits_until_another_one_has_started(
         await asyncio.gather(*tasks, return_exceptions=True)
         assert len(programs.began) == 4
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    for _ in range(2):  # on another event loop, too, as in the next step of a trainer
+        asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_silent_program_counts_as_started_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting_module, "_START_SECONDS", 0.0)
-
+def test_a_silent_program_counts_as_started_after_a_time() -> None:
     async def main() -> None:
-        programs = Programs()
+        programs = Programs(ProgramStarts(at_once=2, seconds=0.0))
         tasks = [asyncio.ensure_future(programs.play()) for _ in range(5)]
         await programs.reach(5)
         programs.end.set()

@@ -19,19 +19,20 @@ from verl_server.errors import (
     BadRequestError,
     ServerDiedError,
     ServerUnavailableError,
-    SessionEndedError,
     SessionNotFoundError,
     VerlServerError,
     WeightVersionError,
 )
 from verl_server.messages.session_types import CreatedSession, CreateSession, ForcedMode, SessionInfo, SessionLimits
 from verl_server.rollout.agents import rewards
+from verl_server.rollout.agents.activity import FINAL_LIMITS, SessionWatch
 from verl_server.rollout.agents.ends import End, environment_end, own_end
 from verl_server.rollout.agents.gateway import EnvironmentGateway, GuardedEnvironment, Referee
 from verl_server.rollout.agents.installed import InstalledAgent
 from verl_server.rollout.agents.program import run_program
 from verl_server.rollout.agents.servers import PROBE_SECONDS, ServerPool
 from verl_server.rollout.agents.sessions_client import SessionsClient
+from verl_server.rollout.agents.starting import ProgramStarts
 from verl_server.rollout.agents.types import (
     AgentEpisode,
     AgentFunction,
@@ -45,7 +46,6 @@ from verl_server.rollout.environment import EnvError
 from verl_server.rollout.environment_ends import is_away
 from verl_server.rollout.environments.isolation import Isolation
 from verl_server.rollout.faults import FaultRules
-from verl_server.rollout.program_load import ProgramLoad
 from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.trajectory import Fault, StopReason
 
@@ -54,11 +54,7 @@ T = TypeVar("T")
 Agent = AgentFunction | Sequence[str] | InstalledAgent
 """A function, the command of a program, or an installed program with a recipe."""
 
-_FINAL_LIMITS = {"max_turns": StopReason.MAX_TURNS, "max_tokens": StopReason.MAX_TOKENS}
-"""Limits of a session, by their names on the server, after which it generates no more."""
-_LIMIT_REASONS = _FINAL_LIMITS | {"max_context": StopReason.CONTEXT_FULL}
-LIMIT_SECONDS = 15.0
-"""Seconds that a program may go on after its session's turns or tokens are used up."""
+_LIMIT_REASONS = FINAL_LIMITS | {"max_context": StopReason.CONTEXT_FULL}
 _SERVER_SLACK = 60.0
 """Seconds by which the server's time limits of a session exceed the runner's.
 
@@ -103,6 +99,8 @@ class AgentPlayer:
     pass_env: Sequence[str]
     progress: Progress
     clock: RolloutClock
+    starts: ProgramStarts
+    """The isolated programs that start now."""
     forced_mode: ForcedMode = "override"
     isolation: Isolation = "none"
     """Isolation of a command. An installed agent has its own."""
@@ -203,7 +201,8 @@ class AgentPlayer:
         run = client.run
         agent = asyncio.ensure_future(self._run_agent(session, episode, referee))
         log = self.logs / f"{episode.name}.log"
-        activity = asyncio.ensure_future(self._watched(client, created.id, referee, log))
+        watch = SessionWatch(client, created.id, self.pool, self.limits, referee, None if callable(self.agent) else log)
+        activity = asyncio.ensure_future(watch.end())
         waits: list[asyncio.Future[Any]] = [agent, activity] + ([referee.fault] if referee is not None else [])
         try:
             await asyncio.wait(waits, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -235,6 +234,7 @@ class AgentPlayer:
                 workspace=workspace,
                 log=log,
                 pass_env=self.pass_env,
+                starts=self.starts,
             )
         with contextlib.ExitStack() as stack:
             # An environment with a folder is judged by the runner alone: its report may show the task's tests.
@@ -253,6 +253,7 @@ class AgentPlayer:
                 readable=self.readable,
                 hidden=self.hidden,
                 workspace=workspace,
+                starts=self.starts,
             )
 
     async def _ended(self, agent: asyncio.Future[Any]) -> None:
@@ -277,50 +278,6 @@ class AgentPlayer:
             end.reason = StopReason.GENERATION_ERROR
             end.error = f"The server ended meanwhile, or its weights were replaced. {end.error}"
         return end
-
-    async def _watched(self, client: SessionsClient, session_id: str, referee: Referee | None, log: Path) -> End:
-        """Return when the agent is idle for too long, or its session is lost. A program that computes is not idle.
-
-        Return, too, when the session has no turn or no token left and a program does not end, which may try again for
-        minutes. A full context is no such limit, because a program may go on with a shorter history.
-        """
-        idle = self.limits.idle_seconds
-        seen: Any = None
-        active = answered = time.monotonic()
-        load = ProgramLoad(log)
-        while True:
-            await asyncio.sleep(min(5.0, idle / 4, LIMIT_SECONDS))
-            now = time.monotonic()
-            try:
-                info = await client.get(session_id)
-            except (ServerDiedError, ServerUnavailableError) as error:
-                self.pool.lost(client)
-                if now - answered > self.limits.restart_timeout:
-                    return End(StopReason.SESSION_LOST, str(error))
-                active = now  # the agent waits for the server
-                continue
-            except (SessionNotFoundError, SessionEndedError) as error:
-                return End(StopReason.SESSION_LOST, str(error))
-            except VerlServerError:
-                continue
-            answered = now
-            if info.state != "open":
-                return End(StopReason.SESSION_LOST, f"The session is {info.state} ({info.reason}).")
-            calls = referee.calls if referee is not None else 0
-            used_up = None if callable(self.agent) else _FINAL_LIMITS.get(info.limit or "")
-            facts = (info.active if used_up is None else 0.0, info.turns, info.tokens, calls, used_up)
-            if facts != seen or info.in_flight or (referee is not None and referee.waiting):
-                seen, active = facts, now
-            elif used_up is not None and now - active >= LIMIT_SECONDS:
-                return End(used_up, f"The program did not end within {LIMIT_SECONDS:.3g} s after its last generation.")
-            elif now - active >= idle / 2 and await asyncio.to_thread(load.is_busy):
-                active = now
-            elif now - active >= idle:
-                return End(
-                    StopReason.IDLE,
-                    f"No generation, no call of the environment and no work for {idle:.3g} s "
-                    "(AgentLimits.idle_seconds).",
-                )
 
     # -- the end --------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.program import ProgramExit, check_passed, passed_variables, probe_program, program_place
 from verl_server.rollout.agents.prompts import task_prompt
 from verl_server.rollout.agents.recipes.recipe import Place, Recipe, Start
+from verl_server.rollout.agents.starting import ProgramStarts
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask, Served
 from verl_server.rollout.agents.words import check_words
 from verl_server.rollout.environments.installation import installation_of
@@ -188,10 +189,12 @@ class InstalledAgent:
         workspace: Path | None,
         log: Path,
         pass_env: Sequence[str] = (),
+        starts: ProgramStarts | None = None,
     ) -> ProgramEnd:
         """Run the program to its end. A cancelled call ends the program and all of its descendants first.
 
-        `workspace` is the folder in which it works; None: an empty one, which is removed.
+        `workspace` is the folder in which it works; None: an empty one, which is removed. `starts` is that of
+        `program_place`.
         """
         async with contextlib.AsyncExitStack() as stack:
             if workspace is None:
@@ -204,6 +207,7 @@ class InstalledAgent:
                     readable=self.readable,
                     workspace=workspace,
                     restart_timeout=limits.restart_timeout,
+                    starts=starts,
                 )
             )
             context = served.context if limits.max_context is None else min(served.context, limits.max_context)

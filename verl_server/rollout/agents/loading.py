@@ -73,7 +73,7 @@ def load_agent(
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes of this package, sorted."""
-    modules = {module.name for module in pkgutil.iter_modules(recipes.__path__)} - {"recipe"}
+    modules = {module.name for module in pkgutil.iter_modules(recipes.__path__)} - {"recipe", "python_script"}
     return sorted(name.replace("_", "-") for name in modules)
 
 

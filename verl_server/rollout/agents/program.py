@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import msgspec
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.trees import read_below
 from verl_server.ipc.descriptors import raise_descriptor_limit
-from verl_server.rollout.agents.starting import starting
+from verl_server.rollout.agents.starting import ProgramStarts
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask
 from verl_server.rollout.agents.uplink import ENVIRONMENT_REQUESTS, SESSION_REQUESTS, Traffic, uplink
 from verl_server.rollout.environments.installation import installation_of, visible_path
@@ -30,7 +29,6 @@ from verl_server.rollout.environments.isolation import Isolation, check_isolatio
 from verl_server.rollout.launched import Exit, Program, kill_marked, launch
 from verl_server.rollout.scratch import private_folder, remove_folder
 
-_PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _SESSION_PORT, _ENVIRONMENT_PORT = 30000, 30001
 """Ports of the sandbox's own network."""
 _HOME, _WORKSPACE = Path("/home/agent"), Path("/workspace")
@@ -159,6 +157,8 @@ class ProgramPlace:
     """Private folder of the episode outside of the sandbox. Its `home` is HOME."""
     sandbox: Mapping[str, Any] | None
     """Arguments of `isolated_program`, None without isolation."""
+    starts: ProgramStarts
+    """The bound of isolated programs that start at one time."""
 
     def write(self, files: Mapping[str, str]) -> None:
         """Write files before the program starts: path below HOME -> text."""
@@ -216,7 +216,7 @@ class ProgramPlace:
             stdout_bytes=stdout_bytes or 0,
             is_isolated=self.sandbox is not None,
         )
-        async with contextlib.nullcontext() if self.traffic is None else starting(self.traffic):
+        async with contextlib.nullcontext() if self.traffic is None else self.starts.start(self.traffic):
             exit = await launch(program)
         if exit.launcher_was_killed and self.sandbox is None:  # a sandbox ends with its launcher
             await asyncio.to_thread(kill_marked, f"HOME={self.home}")
@@ -242,13 +242,15 @@ async def program_place(
     hidden: Sequence[Path] = (),
     workspace: Path | None = None,
     restart_timeout: float = 300.0,
+    starts: ProgramStarts | None = None,
 ) -> AsyncIterator[ProgramPlace]:
     """Yield the place of one episode's program, and remove it at the end.
 
     With `isolation="bubblewrap"`, the program reaches its session and its environment only, over addresses of its own
     sandbox, and its paths are the same in all episodes. `readable` are further files and folders that it may read, and
     `hidden` parts of them that it must not see. `workspace` is its working folder, to which it may write.
-    `restart_timeout` bounds the wait for a server that is away. Raise PlaceError.
+    `restart_timeout` bounds the wait for a server that is away. `starts` has the isolated programs of other episodes
+    that start now; None: there are no others. Raise PlaceError.
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -257,7 +259,7 @@ async def program_place(
             for name in ("home", "tmp", "sockets"):
                 (folder / name).mkdir(mode=0o700)
             if isolation == "none":
-                place = _open_place(folder, session, environment_url, workspace)
+                place = _open_place(folder, session, environment_url, workspace, starts or ProgramStarts())
             else:
                 raise_descriptor_limit()
                 sockets = {_SESSION_PORT: folder / "sockets" / "session"}
@@ -268,14 +270,14 @@ async def program_place(
                     link = uplink(sockets[_ENVIRONMENT_PORT], environment_url, ENVIRONMENT_REQUESTS, 0.0)
                     await stack.enter_async_context(link)
                 sandbox = {"readable": readable, "hidden": hidden, "sockets": sockets}
-                place = _isolated_place(folder, traffic, sandbox, workspace)
+                place = _isolated_place(folder, traffic, sandbox, workspace, starts or ProgramStarts())
         except OSError as error:
             raise PlaceError(f"The place of an episode's program was not made: {error}") from error
         yield place
 
 
 def _open_place(
-    folder: Path, session: AgentSession, environment_url: str | None, workspace: Path | None
+    folder: Path, session: AgentSession, environment_url: str | None, workspace: Path | None, starts: ProgramStarts
 ) -> ProgramPlace:
     return ProgramPlace(
         home=folder / "home",
@@ -288,10 +290,13 @@ def _open_place(
         traffic=None,
         folder=folder,
         sandbox=None,
+        starts=starts,
     )
 
 
-def _isolated_place(folder: Path, traffic: Traffic, sandbox: Mapping[str, Any], workspace: Path | None) -> ProgramPlace:
+def _isolated_place(
+    folder: Path, traffic: Traffic, sandbox: Mapping[str, Any], workspace: Path | None, starts: ProgramStarts
+) -> ProgramPlace:
     """Return the place with the paths and addresses that are the same in the sandbox of every episode."""
     writable_at, readable = {_HOME: folder / "home"}, sandbox["readable"]
     cwd = Path.cwd()
@@ -311,6 +316,7 @@ def _isolated_place(folder: Path, traffic: Traffic, sandbox: Mapping[str, Any], 
         traffic=traffic,
         folder=folder,
         sandbox={**sandbox, "readable": readable, "writable_at": writable_at, "readable_at": {}},
+        starts=starts,
     )
 
 
@@ -328,6 +334,7 @@ async def run_program(
     readable: Sequence[Path] = (),
     hidden: Sequence[Path] = (),
     workspace: Path | None = None,
+    starts: ProgramStarts | None = None,
 ) -> ProgramExit:
     """Run the program to its end. A cancelled call ends the program and all of its descendants first.
 
@@ -342,6 +349,7 @@ async def run_program(
         hidden=hidden,
         workspace=workspace,
         restart_timeout=limits.restart_timeout,
+        starts=starts,
     ) as place:
         tools = session.environment.tools if session.environment is not None else []
         task_file = {"input": task.input, "seed": task.seed, "tools": tools, **(about or {})}
@@ -375,33 +383,3 @@ def _resource_limits(limits: AgentLimits, processes: int | None = None) -> dict[
         "RLIMIT_CORE": 0,
     }
     return {name: value for name, value in wanted.items() if value is not None}
-
-
-@contextlib.contextmanager
-def memory_hidden() -> Iterator[None]:
-    """Keep other processes of this user from reading this process's memory and environment (Linux)."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "prctl"):
-        yield
-        return
-    before = libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)
-    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_DUMPABLE, before, 0, 0, 0)
-
-
-def take_from_environment(name: str) -> str | None:
-    """Remove a variable from `os.environ`, and overwrite its value where /proc/PID/environ shows it."""
-    value = os.environ.get(name)
-    if value is None:
-        return None
-    with contextlib.suppress(AttributeError, OSError):
-        getenv = ctypes.CDLL(None).getenv
-        getenv.restype = ctypes.c_void_p
-        address = getenv(name.encode())
-        if address:
-            ctypes.memset(address, ord("x"), len(os.fsencode(value)))
-    del os.environ[name]
-    return value

@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
-import itertools
 import logging
 import re
-import secrets
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -27,15 +25,17 @@ import msgspec
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.files.run_output import location
 from verl_server.messages.session_types import ForcedMode
-from verl_server.rollout.agents.branches import episode_trajectories
+from verl_server.rollout.agents.attempts import Attempts
 from verl_server.rollout.agents.episode import Agent, AgentPlayer, Progress
 from verl_server.rollout.agents.gateway import EnvironmentGateway
 from verl_server.rollout.agents.installed import INSTALLED_AT_ONCE, InstalledAgent
 from verl_server.rollout.agents.notices import AgentNotices
 from verl_server.rollout.agents.output import RunFolder, settings_id
-from verl_server.rollout.agents.program import check_program, memory_hidden
+from verl_server.rollout.agents.own_memory import memory_hidden
+from verl_server.rollout.agents.program import check_program
 from verl_server.rollout.agents.rewards import Reward
-from verl_server.rollout.agents.servers import ServerPool
+from verl_server.rollout.agents.servers import ServerPool, opened_servers
+from verl_server.rollout.agents.starting import ProgramStarts
 from verl_server.rollout.agents.types import (
     AgentEpisode,
     AgentFunction,
@@ -47,11 +47,10 @@ from verl_server.rollout.agents.types import (
 )
 from verl_server.rollout.environments.isolation import Isolation
 from verl_server.rollout.faults import FaultRules
-from verl_server.rollout.replacements import Replacements, attempt_seed, pause_before
+from verl_server.rollout.replacements import Replacements
 from verl_server.rollout.rollout_clock import RolloutClock
 from verl_server.rollout.running_loop import refuse_running_loop, run_all
 from verl_server.rollout.scratch import private_root
-from verl_server.rollout.trajectory import Fault, StopReason, Trajectory
 from verl_server.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -117,6 +116,7 @@ async def arun_agents(
     notices: AgentNotices | None = None,
     version: str | None = None,
     slots: AbstractAsyncContextManager[object] | None = None,
+    starts: ProgramStarts | None = None,
 ) -> AgentRun:
     """Play each task `group_size` times, every episode in a session of its own.
 
@@ -143,11 +143,11 @@ async def arun_agents(
     `out` is a folder for the run's files. A folder that has another run is refused; with `resume`, that run
     continues: its settings must be equal, except those that docs/runs.md lists, and episodes that have ended are
     not played again. `describe` is added to run.json and must be equal in a resumed run. `on_finish` is called with
-    each attempt that has ended, and `progress` counts what runs now. `notices` logs what is wrong
-    with the first episodes: none has a sampled token, each answer is empty, they have many branches. Pass the same
-    object to log once over several calls. With `version`, a session begins only on a
-    server whose weights satisfy it (`weight_version.satisfies`). `slots` bounds the episodes of several calls together,
-    in the place of `max_concurrency`.
+    each attempt that has ended, and `progress` counts what runs now. `notices` logs what is wrong with the first
+    episodes: none has a sampled token, each answer is empty, they have many branches. Pass the same object to log once
+    over several calls. With `version`, a session begins only on a server whose weights satisfy it
+    (`weight_version.satisfies`). `slots` bounds the episodes of several calls together, in the place of
+    `max_concurrency`, and `starts` the isolated programs that start at one time.
 
     Raise BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
     `allow_open_server`. Faults of single episodes raise nothing.
@@ -198,7 +198,7 @@ async def arun_agents(
             stack.callback(folder.close)
             if isinstance(agent, InstalledAgent):
                 _note_version(folder, agent)
-        pool = await stack.enter_async_context(_servers(servers, model_path, version))
+        pool = await stack.enter_async_context(opened_servers(servers, model_path, version))
         if not allow_open_server:
             await pool.check_closed()
         logs = folder.logs if folder is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -219,6 +219,7 @@ async def arun_agents(
             forced_mode=forced_mode,
             isolation=isolation or "none",
             readable=readable,
+            starts=starts or ProgramStarts(),
             hidden=[*hidden, *([out] if out is not None else [])],
             served=served,
             faults=faults,
@@ -239,7 +240,7 @@ async def arun_agents(
         spent = folder.replaced if folder is not None else Counter[tuple[int, int]]()
         left = Replacements(replacements, spent)
         notices = notices or AgentNotices()
-        run = _Run(player, folder, retries, left, on_finish, notices)
+        run = Attempts(player, folder, retries, left, on_finish, notices)
         places = [(i, member) for i in range(len(tasks)) for member in range(group_size)]
         finished = folder.finished if folder is not None else {}
         most = max_concurrency or (INSTALLED_AT_ONCE if isinstance(agent, InstalledAgent) else max(1, len(places)))
@@ -268,60 +269,6 @@ def session_seed(seed: int, index: int, member: int) -> int:
     return int.from_bytes(digest) >> 1
 
 
-class _Run:
-    """The attempts of one call."""
-
-    def __init__(
-        self,
-        player: AgentPlayer,
-        folder: RunFolder | None,
-        retries: int,
-        left: Replacements,
-        on_finish: Callable[[AgentEpisode], None] | None,
-        notices: AgentNotices,
-    ) -> None:
-        self._player = player
-        self._folder = folder
-        self._retries = retries
-        self._left = left
-        self._on_finish = on_finish
-        self._notices = notices
-        self.episodes: list[AgentEpisode] = []
-        self.trajectories: list[Trajectory] = []
-
-    async def play(self, task: AgentTask, index: int, member: int, seed: int, first: int) -> None:
-        """Attempt a task until the infrastructure is not at fault, or no attempt is left. `first`: number of the first.
-
-        `seed` is that of the attempt 0.
-        """
-        environment_away = False
-        for attempt in itertools.count(first):
-            if attempt > first:
-                await asyncio.sleep(pause_before(attempt, environment_away))
-            episode = AgentEpisode(task, index, member, attempt, attempt_seed(seed, attempt))
-            try:
-                await self._player.play(episode)
-            except asyncio.CancelledError:
-                self._keep(episode)  # not final: a resumed run plays it again
-                raise
-            is_replaced = episode.fault is Fault.INFRASTRUCTURE and attempt < self._retries and self._left.take(index)
-            episode.final = not is_replaced
-            self._keep(episode)
-            if episode.final:
-                return
-            environment_away = episode.environment_away
-
-    def _keep(self, episode: AgentEpisode) -> None:
-        episode.reason = episode.reason or StopReason.ABORTED
-        self.episodes.append(episode)
-        branches = episode_trajectories(episode) if self._folder is None else self._folder.add(episode)
-        if episode.final:
-            self._notices.add(episode, branches)
-            self.trajectories += branches if self._folder is None else []
-        if self._on_finish is not None:
-            self._on_finish(episode)
-
-
 async def _checked(
     agent: Agent, pass_env: Sequence[str], isolation: Isolation | None, readable: Sequence[Path]
 ) -> AgentFunction | list[str] | InstalledAgent:
@@ -348,30 +295,6 @@ def _described(agent: AgentFunction | list[str] | InstalledAgent, isolation: Iso
     if callable(agent):
         return {"agent": _name(agent)}
     return {"agent": list(agent), "isolation": isolation or "none"}
-
-
-@contextlib.asynccontextmanager
-async def _servers(
-    servers: Sequence[Server] | None, model_path: str | None, version: str | None
-) -> AsyncIterator[ServerPool]:
-    if servers is not None:
-        if model_path is not None:
-            raise BadRequestError("Pass servers or model_path, not both: a running server has its model.")
-        async with ServerPool(servers, version) as pool:
-            yield pool
-        return
-    if model_path is None:
-        raise BadRequestError("Pass servers=[Server(url, api_key)], or model_path to launch a server.")
-    from verl_server.engine.http import HttpServerEngineAdapter
-
-    key = secrets.token_urlsafe(32)
-    engine = await asyncio.to_thread(HttpServerEngineAdapter, model_path=model_path, port=0, api_key=key)
-    try:
-        assert engine.url is not None
-        async with ServerPool([Server(engine.url, key)], version) as pool:
-            yield pool
-    finally:
-        await asyncio.to_thread(engine.shutdown)
 
 
 def sees_processes(agent: Agent, isolation: Isolation | None) -> bool:

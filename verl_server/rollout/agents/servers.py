@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -170,3 +171,31 @@ class ServerPool:
                     continue
                 self._unchecked.discard(client)
             self._away.discard(client)
+
+
+@contextlib.asynccontextmanager
+async def opened_servers(
+    servers: Sequence[Server] | None, model_path: str | None, version: str | None
+) -> AsyncIterator[ServerPool]:
+    """Yield the pool of running servers, or of one that is launched for `model_path` with a random key.
+
+    Raise BadRequestError unless one of both is given.
+    """
+    if servers is not None:
+        if model_path is not None:
+            raise BadRequestError("Pass servers or model_path, not both: a running server has its model.")
+        async with ServerPool(servers, version) as pool:
+            yield pool
+        return
+    if model_path is None:
+        raise BadRequestError("Pass servers=[Server(url, api_key)], or model_path to launch a server.")
+    from verl_server.engine.http import HttpServerEngineAdapter  # a run on running servers needs no engine
+
+    key = secrets.token_urlsafe(32)
+    engine = await asyncio.to_thread(HttpServerEngineAdapter, model_path=model_path, port=0, api_key=key)
+    try:
+        assert engine.url is not None
+        async with ServerPool([Server(engine.url, key)], version) as pool:
+            yield pool
+    finally:
+        await asyncio.to_thread(engine.shutdown)

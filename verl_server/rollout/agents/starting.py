@@ -1,6 +1,7 @@
-"""`starting`: bounds the programs that start at one time, because a start reads hundreds of megabytes and needs a core.
+"""`ProgramStarts` bounds the programs that start at one time: a start reads hundreds of megabytes and needs a core.
 
-`ProgramPlace.run` calls it for isolated programs, whose first request shows that they have started.
+A run of agents owns one, or its caller, who plays several runs at once. `ProgramPlace.run` enters it for isolated
+programs, whose first request shows that they have started.
 """
 
 from __future__ import annotations
@@ -9,32 +10,37 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
-from weakref import WeakKeyDictionary
 
 from verl_server.rollout.agents.uplink import Traffic
+from verl_server.rollout.loop_slots import LoopSlots
 
 _AT_ONCE = 2 * (os.cpu_count() or 1)
 _START_SECONDS = 10.0
 """Seconds after which a program counts as started although it has asked for nothing."""
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""One semaphore for each event loop."""
 
 
-@contextlib.asynccontextmanager
-async def starting(traffic: Traffic) -> AsyncIterator[None]:
-    """Wait until fewer than two programs a core are starting. Then run the block, which starts one.
+class ProgramStarts:
+    """The programs that start now. Use it on one event loop at a time; the loop may be another one later."""
 
-    The program counts as starting until its first request at the uplink, until `_START_SECONDS` have passed, or until
-    the end of the block.
-    """
-    loop = asyncio.get_running_loop()
-    slots = _slots.setdefault(loop, asyncio.Semaphore(_AT_ONCE))
-    await slots.acquire()
-    with contextlib.ExitStack() as slot:
-        slot.callback(slots.release)  # `slot.close` releases it once, however often it is called
-        timer = loop.call_later(_START_SECONDS, slot.close)
-        traffic.on_request = slot.close
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def __init__(self, at_once: int = _AT_ONCE, seconds: float = _START_SECONDS) -> None:
+        """`at_once`: most programs that start at one time. `seconds`: a program has started then at the latest."""
+        self._seconds = seconds
+        self._slots = LoopSlots(at_once)
+
+    @contextlib.asynccontextmanager
+    async def start(self, traffic: Traffic) -> AsyncIterator[None]:
+        """Wait until there is room. Then run the block, which starts a program.
+
+        The program counts as starting until its first request at the uplink, until the seconds have passed, or until
+        the end of the block.
+        """
+        slots = self._slots.here
+        await slots.acquire()
+        with contextlib.ExitStack() as slot:
+            slot.callback(slots.release)  # `slot.close` releases it once, however often it is called
+            timer = asyncio.get_running_loop().call_later(self._seconds, slot.close)
+            traffic.on_request = slot.close
+            try:
+                yield
+            finally:
+                timer.cancel()

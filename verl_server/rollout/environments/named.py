@@ -22,7 +22,7 @@ from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.environments.reasoning_gym import ReasoningGymEnvironment, check_reasoning_gym
 from verl_server.rollout.environments.text import MakeEnvironment
 from verl_server.rollout.environments.textarena import TextArenaEnvironment, check_textarena
-from verl_server.rollout.environments.workspace import WorkspaceEnvironment
+from verl_server.rollout.environments.workspace import WorkspaceEnvironment, check_slots
 from verl_server.rollout.environments.workspace_task import read_workspace
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ def environment_named(text: str, isolation: Isolation = "bubblewrap") -> MakeEnv
                 "The checks of the workspaces run without isolation: code that the policy wrote can read, change and "
                 "send all that this user can. --isolation bubblewrap keeps it apart."
             )
-        return lambda options: WorkspaceEnvironment(options, isolation=isolation)
+        slots = check_slots()
+        return lambda options: WorkspaceEnvironment(options, isolation=isolation, slots=slots)
     if is_url(text):
         return lambda options: OpenEnvEnvironment(text, **options)
     raise BadRequestError(

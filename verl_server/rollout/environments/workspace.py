@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from verl_server.errors import BadRequestError
 from verl_server.files.trees import TreeBounds, TreeError, copy_tree, read_below, write_below
@@ -26,6 +25,7 @@ from verl_server.rollout.environments.isolation import Isolation, check_isolatio
 from verl_server.rollout.environments.text import WithoutTools
 from verl_server.rollout.environments.workspace_task import CHECK_PATH, read_workspace
 from verl_server.rollout.launched import Program, launch
+from verl_server.rollout.loop_slots import LoopSlots
 from verl_server.rollout.scratch import private_folder, remove_folder
 
 T = TypeVar("T")
@@ -36,8 +36,6 @@ _FILE_BYTES = 2**30
 _GRACE = 0.2
 _WAIT_SECONDS = 600.0
 """Seconds of a step in addition to the check's own: to wait for other checks, and to copy the workspace."""
-_running: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""One semaphore for each event loop: as many checks run at once as there are cores."""
 _REWARD_FILE = "reward"
 
 
@@ -60,13 +58,24 @@ def _place(judged: Path) -> _Place:
     return _Place(judged / "workspace", judged / "home", judged / "answer.txt")
 
 
+def check_slots() -> LoopSlots:
+    """Return the bound of checks that run at one time: the number of cores. The maker of the environments owns it."""
+    return LoopSlots(os.cpu_count() or 1)
+
+
 class WorkspaceEnvironment(WithoutTools):
     """A `TextEnvironment` with one step: the final answer, after which a check gives the reward, from 0 to 1."""
 
     def __init__(
-        self, options: Mapping[str, Any], *, isolation: Isolation = "bubblewrap", bounds: TreeBounds | None = None
+        self,
+        options: Mapping[str, Any],
+        *,
+        isolation: Isolation = "bubblewrap",
+        bounds: TreeBounds | None = None,
+        slots: LoopSlots | None = None,
     ) -> None:
         """`options` are those of a task. `bounds` are the largest workspace that is judged, and the largest `copy`.
+        `slots` bound the checks that run at one time (`check_slots`). None: there are no others.
 
         Raise BadRequestError for wrong options, and if this machine cannot isolate a check.
         """
@@ -74,6 +83,7 @@ class WorkspaceEnvironment(WithoutTools):
         self._task = read_workspace(options)
         self._isolation = isolation
         self._bounds = bounds or TreeBounds()
+        self._slots = slots or check_slots()
         self._root: Path | None = None
         self._work: asyncio.Future[Any] | None = None
 
@@ -100,7 +110,7 @@ class WorkspaceEnvironment(WithoutTools):
         The observation is a report for the user: the end of the check and the last lines of its output.
         """
         judged = self._own / "check"
-        async with _slots():
+        async with self._slots.here:
             try:
                 left_out = await self._in_thread(lambda: self._copy_for_check(judged, text))
             except TreeError as error:  # the policy's fault: it must not choose an end of the infrastructure
@@ -214,10 +224,6 @@ class WorkspaceEnvironment(WithoutTools):
             grace=_GRACE,
             is_isolated=is_isolated,
         )
-
-
-def _slots() -> asyncio.Semaphore:
-    return _running.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
 
 
 def _reward(home: Path) -> tuple[float, str]:

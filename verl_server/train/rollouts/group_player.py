@@ -27,7 +27,7 @@ from verl_server.errors import ServerDiedError, ServerRestartedError, ServerUnav
 from verl_server.files.json_values import jsonable
 from verl_server.ipc.child_process import child_main
 from verl_server.rollout.agent_loop import Rollout
-from verl_server.rollout.agents.program import memory_hidden
+from verl_server.rollout.agents.own_memory import memory_hidden
 from verl_server.rollout.recorded_turns import EpisodeProgress, Recording
 from verl_server.rollout.trajectory import Task, Trajectory, labelled
 from verl_server.train.agent_groups import AgentGroups

@@ -16,7 +16,7 @@ from verl_server.rollout.agents import recipes
 from verl_server.rollout.agents.recipes import aider, mini_swe_agent, opencode, openhands, smolagents
 from verl_server.rollout.agents.recipes.recipe import Place, Recipe
 
-NAMES = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__) if module.name != "recipe")
+NAMES = sorted({module.name for module in pkgutil.iter_modules(recipes.__path__)} - {"recipe", "python_script"})
 KEY = "vs-the-key-of-this-session"
 PROMPT = '- Fix `add` in calc.py.\n\n"It" must not contain {braces} or $variables: 100 %.\nEnd.'
 PLACE = Place(

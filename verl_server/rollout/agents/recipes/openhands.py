@@ -6,7 +6,7 @@ below: the default agent of OpenHands, without a browser, in the workspace.
 
 from __future__ import annotations
 
-from verl_server.rollout.agents.recipes.recipe import Place, ReadHome, Recipe, Start
+from verl_server.rollout.agents.recipes.python_script import script_recipe
 
 _SCRIPT = """\
 import os
@@ -33,34 +33,14 @@ conversation.run()
 """
 
 
-def start(place: Place) -> Start:
-    """Run the script with the program, which is a Python interpreter."""
-    env = {
-        "OPENAI_BASE_URL": place.openai_url,
-        "OPENAI_API_KEY": place.key,
-        "MODEL": place.model,
-        "CONTEXT": str(place.context),
-        "MAX_OUTPUT": str(place.max_output or ""),
-        "SECONDS": str(place.seconds),
-        "OPENHANDS_SUPPRESS_BANNER": "1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise litellm downloads its table of prices
-    }
-    argv = [place.program, str(place.home / "agent.py")]
-    return Start(argv, env, files={"agent.py": _SCRIPT, "prompt.txt": place.prompt})
-
-
-def answer(stdout: str, read: ReadHome) -> str:
-    """Return what the script wrote at its end."""
-    return read("answer.txt") or ""
-
-
-RECIPE = Recipe(
-    program="python",
+RECIPE = script_recipe(
+    _SCRIPT,
+    package="openhands-sdk",
     install="pip install openhands-sdk openhands-tools (Python 3.12 or later)",
     versions="1.58.2",
-    start=start,
-    answer=answer,
-    version=["-c", "from importlib.metadata import version; print('openhands-sdk', version('openhands-sdk'))"],
-    takes_words=False,
     least_context=12_288,
+    env={
+        "OPENHANDS_SUPPRESS_BANNER": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise litellm downloads its table of prices
+    },
 )

@@ -10,7 +10,7 @@ Each turn would begin a branch.
 
 from __future__ import annotations
 
-from verl_server.rollout.agents.recipes.recipe import Place, ReadHome, Recipe, Start
+from verl_server.rollout.agents.recipes.python_script import script_recipe
 
 _SCRIPT = '''\
 import os
@@ -52,32 +52,11 @@ answer = agent.run((HOME / "prompt.txt").read_text())
 '''
 
 
-def start(place: Place) -> Start:
-    """Run the script with the program, which is a Python interpreter."""
-    env = {
-        "OPENAI_BASE_URL": place.openai_url,
-        "OPENAI_API_KEY": place.key,
-        "MODEL": place.model,
-        "MAX_OUTPUT": str(place.max_output or ""),
-        "SECONDS": str(place.seconds),
-        "HF_HUB_OFFLINE": "1",
-    }
-    argv = [place.program, str(place.home / "agent.py")]
-    return Start(argv, env, files={"agent.py": _SCRIPT, "prompt.txt": place.prompt})
-
-
-def answer(stdout: str, read: ReadHome) -> str:
-    """Return what the script wrote at its end."""
-    return read("answer.txt") or ""
-
-
-RECIPE = Recipe(
-    program="python",
+RECIPE = script_recipe(
+    _SCRIPT,
+    package="smolagents",
     install="pip install 'smolagents[openai]'",
     versions="1.26.0",
-    start=start,
-    answer=answer,
-    version=["-c", "from importlib.metadata import version; print('smolagents', version('smolagents'))"],
-    takes_words=False,
     least_context=4_096,
+    env={"HF_HUB_OFFLINE": "1"},
 )
