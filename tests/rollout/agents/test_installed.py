@@ -136,6 +136,22 @@ def test_the_environment_judges_each_end_of_the_policy(
     assert (episode.reason, episode.reward, judge.answers) == (reason, reward, answers), episode.error
 
 
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("folder", ["~", "."])
+def test_a_program_that_fills_the_disk_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: Isolation, folder: str
+) -> None:
+    """HOME and the workspace are measured together, and the program is at fault."""
+    monkeypatch.setattr("verl_server.rollout.disk_bound._PERIOD", 0.05)
+    (tmp_path / "work").mkdir()
+    code = f"chat(prompt); open(os.path.expanduser('{folder}/big'), 'wb').write(b'x' * 3_000_000); time.sleep(600)"
+    limits = dataclasses.replace(FAST, disk_bytes=2_000_000)
+    agent = installed(script(tmp_path, code), isolation)
+    (episode,) = run(agent, environment=lambda task: Judge(tmp_path / "work"), limits=limits).episodes
+    assert (episode.reason, episode.fault, episode.reward) == (StopReason.AGENT_ERROR, Fault.POLICY, 0.0)
+    assert "take more than 2,000,000 bytes (AgentLimits.disk_bytes)" in (episode.error or "")
+
+
 def test_a_run_without_a_token_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     agent = installed(script(tmp_path, "print('no server'); sys.exit(7)"))
     result = run(agent, reward=lambda episode: 1.0)

@@ -170,6 +170,21 @@ print(found)
 """
 
 
+_SIZES = """
+import os
+def writes(folder):
+    try:
+        open(folder + "/x", "w").close()
+        return True
+    except OSError:
+        return False
+folders = ["/tmp", "/dev/shm"]
+states = [os.statvfs(folder) for folder in folders]
+sizes = [state.f_blocks * state.f_frsize for state in states]
+print({"sizes": sizes, "writes": [f for f in [*folders, "/", "/dev", "/usr", "/proc"] if writes(f)]})
+"""
+
+
 @needs_bubblewrap
 def test_bubblewrap_isolates_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program looks for a file of the user, the runner's variables, other processes, and a port that listens."""
@@ -184,6 +199,8 @@ def test_bubblewrap_isolates_the_code(tmp_path: Path, monkeypatch: pytest.Monkey
             found = await tool.call("run_python", {"code": code})
         nothing = {"home": False, "variables": [], "writes": False, "network": False, "processes": []}
         assert ast.literal_eval(found) == nothing, found
+        sizes = await tool.call("run_python", {"code": _SIZES})
+        assert ast.literal_eval(sizes) == {"sizes": [2**30, 2**30], "writes": ["/tmp", "/dev/shm"]}, sizes
         assert "longer than 1 s" in await CodeTool(seconds=1.0).call("run_python", {"code": "while True: pass"})
 
     _run(main())

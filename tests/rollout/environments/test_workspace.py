@@ -336,6 +336,14 @@ def test_an_isolated_check_has_bounds() -> None:
     assert "ran longer than 1 s" in played(options, isolation="bubblewrap")[1]
 
 
+def test_a_check_that_fills_the_disk_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check may run the agent's code."""
+    monkeypatch.setattr("verl_server.rollout.disk_bound._PERIOD", 0.05)
+    monkeypatch.setattr("verl_server.rollout.environments.workspace._DISK_BYTES", 2_000_000)
+    reward, report = played(shell("head -c 3000000 /dev/zero > big; exec sleep 600"))
+    assert reward == 0.0 and "The check failed: The files of the program take more than 2,000,000 bytes" in report
+
+
 @needs_bubblewrap
 def test_an_isolation_that_fails_is_no_fault_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = lambda argv, **options: [shutil.which("bwrap"), "--no-such-option", "--", *argv]  # noqa: E731

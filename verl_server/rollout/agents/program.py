@@ -24,9 +24,10 @@ from verl_server.ipc.descriptors import raise_descriptor_limit
 from verl_server.rollout.agents.starting import ProgramStarts
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask
 from verl_server.rollout.agents.uplink import ENVIRONMENT_REQUESTS, SESSION_REQUESTS, Traffic, uplink
+from verl_server.rollout.disk_bound import launch_within
 from verl_server.rollout.environments.installation import installation_of, visible_path
 from verl_server.rollout.environments.isolation import Isolation, check_isolation, isolated_program
-from verl_server.rollout.launched import Exit, Program, kill_marked, launch
+from verl_server.rollout.launched import Exit, Program, kill_marked
 from verl_server.rollout.scratch import private_folder, remove_folder
 
 _SESSION_PORT, _ENVIRONMENT_PORT = 30000, 30001
@@ -157,6 +158,8 @@ class ProgramPlace:
     """Private folder of the episode outside of the sandbox. Its `home` is HOME."""
     sandbox: Mapping[str, Any] | None
     """Arguments of `isolated_program`, None without isolation."""
+    workspace: Path | None
+    """The workspace outside of the sandbox. None: there is none, and the program works in the runner's folder."""
     starts: ProgramStarts
     """The bound of isolated programs that start at one time."""
 
@@ -217,10 +220,15 @@ class ProgramPlace:
             is_isolated=self.sandbox is not None,
         )
         async with contextlib.nullcontext() if self.traffic is None else self.starts.start(self.traffic):
-            exit = await launch(program)
+            exit = await launch_within(program, self._written, limits.disk_bytes, "AgentLimits.disk_bytes")
         if exit.launcher_was_killed and self.sandbox is None:  # a sandbox ends with its launcher
             await asyncio.to_thread(kill_marked, f"HOME={self.home}")
         return ProgramExit(**vars(exit), traffic=self.traffic)
+
+    @property
+    def _written(self) -> list[Path]:
+        """The private folders that the program fills, on the disk."""
+        return [self.folder, *([] if self.workspace is None else [self.workspace])]
 
     def _isolated(
         self, argv: Sequence[str], path: str, readable: Sequence[Path], limits: Mapping[str, int]
@@ -290,6 +298,7 @@ def _open_place(
         traffic=None,
         folder=folder,
         sandbox=None,
+        workspace=workspace,
         starts=starts,
     )
 
@@ -316,6 +325,7 @@ def _isolated_place(
         traffic=traffic,
         folder=folder,
         sandbox={**sandbox, "readable": readable, "writable_at": writable_at, "readable_at": {}},
+        workspace=workspace,
         starts=starts,
     )
 

@@ -90,6 +90,9 @@ class AgentLimits:
     """Open files of each process of a program."""
     file_bytes: int = 2**30
     """Size of a file that a program writes."""
+    disk_bytes: int = 2**33
+    """Bytes on the disk of all files in HOME, TMPDIR and the workspace of a program, which then ends as AGENT_ERROR.
+    They are measured every few seconds."""
     log_bytes: int = 2**20
     """The most bytes of a program's output that are kept."""
 

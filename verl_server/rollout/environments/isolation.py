@@ -97,13 +97,15 @@ def isolated(argv: Sequence[str], isolation: Isolation) -> list[str]:
     check_isolation(isolation)
     if isolation == "none":
         return list(argv)
+    bwrap = _bwrap()
     shown = [*_SYSTEM, sys.base_prefix, sys.prefix]
     binds = [word for path in dict.fromkeys(shown) if Path(path).exists() for word in ("--ro-bind", path, path)]
-    binds = ["--tmpfs", "/tmp", *binds]  # in this order: an environment of Python may lie in /tmp
+    binds = [*_memory_folder(bwrap, "/tmp"), *binds]  # in this order: an environment of Python may lie in /tmp
     separate = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
-    own = [*_PROC, "--dev", "/dev", "--chdir", "/tmp"]
+    own = [*_PROC, "--dev", "/dev", *_memory_folder(bwrap, "/dev/shm"), "--remount-ro", "/dev", "--remount-ro", "/"]
+    own += ["--chdir", "/tmp"]
     variables = ["--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]
-    return [_bwrap(), *separate, *binds, *own, *variables, "--", *argv]
+    return [bwrap, *separate, *binds, *own, *variables, "--", *argv]
 
 
 def isolated_program(
@@ -136,7 +138,6 @@ def isolated_program(
     for path in (*readable, *writable):
         _check_shown(path)
     known = _known_options(bwrap)
-    size = ["--size", str(_TMP_BYTES)] if "--size" in known else []
     command = [bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     command += ["--uid", _SANDBOX_ID, "--gid", _SANDBOX_ID, "--hostname", "sandbox"]
     if "--disable-userns" in known:  # further user namespaces would open more of the kernel to the program
@@ -148,8 +149,7 @@ def isolated_program(
             command += ["--ro-bind", name, name]
     for file in ("passwd", "group", "hosts", "nsswitch.conf", "gitconfig"):
         command += ["--ro-bind", str(_ETC / file), f"/etc/{file}"]
-    command += [*_PROC, "--dev", "/dev", *size, "--perms", "1777", "--tmpfs", "/dev/shm"]
-    command += [*size, "--perms", "1777", "--tmpfs", "/tmp"]
+    command += [*_PROC, "--dev", "/dev", *_memory_folder(bwrap, "/dev/shm"), *_memory_folder(bwrap, "/tmp")]
     command += _binds([*readable, *_python_files(python)], writable, hidden)
     for inside, outside in sorted((writable_at or {}).items()):
         command += ["--bind", str(outside), str(inside)]
@@ -160,6 +160,12 @@ def isolated_program(
     bridge = [f"{name}={value}" for name, value in limits.items()]
     bridge += [f"{port}={_INSIDE / str(port)}" for port in sockets]
     return [*command, "--", python, "-I", "-S", str(_INSIDE / "bridge.py"), *bridge, "--", *argv]
+
+
+def _memory_folder(bwrap: str, path: str) -> list[str]:
+    """Return the options that make a folder in memory, which all may write, and which has `_TMP_BYTES` at most."""
+    size = ["--size", str(_TMP_BYTES)] if "--size" in _known_options(bwrap) else []
+    return [*size, "--perms", "1777", "--tmpfs", path]
 
 
 @functools.cache

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 from verl_server.errors import BadRequestError
 from verl_server.files.trees import TreeBounds, TreeError, copy_tree, read_below, write_below
+from verl_server.rollout.disk_bound import launch_within
 from verl_server.rollout.environment import EnvError
 from verl_server.rollout.environments.installation import installation_of
 from verl_server.rollout.environments.isolation import Isolation, check_isolation, isolated_program
 from verl_server.rollout.environments.text import WithoutTools
 from verl_server.rollout.environments.workspace_task import CHECK_PATH, read_workspace
-from verl_server.rollout.launched import Program, launch
+from verl_server.rollout.launched import Program
 from verl_server.rollout.loop_slots import LoopSlots
 from verl_server.rollout.scratch import private_folder, remove_folder
 
@@ -36,6 +37,8 @@ _FILE_BYTES = 2**30
 _GRACE = 0.2
 _WAIT_SECONDS = 600.0
 """Seconds of a step in addition to the check's own: to wait for other checks, and to copy the workspace."""
+_DISK_BYTES = 2**33
+"""Bytes of the files that a check may leave on the disk, beside the copy of the workspace."""
 _REWARD_FILE = "reward"
 
 
@@ -172,10 +175,12 @@ class WorkspaceEnvironment(WithoutTools):
         program = self._program(judged, log)
         try:
             async with asyncio.timeout(check.seconds):
-                exit = await launch(program)
+                exit = await launch_within(program, [judged], _DISK_BYTES, "the bound of a check")
         except TimeoutError:
             end = f"The check failed: it ran longer than {check.seconds:.3g} s and was ended."
             return await asyncio.to_thread(_report, end, log), 0.0
+        if exit.exceeded:
+            return await asyncio.to_thread(_report, f"The check failed: {exit.exceeded}", log), 0.0
         if exit.code is None:
             raise EnvError(f"The check did not run: {exit.error}. Its last lines:\n{exit.output}")
         if exit.code != 0:
