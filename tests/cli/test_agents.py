@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 _AGENT = """
 import httpx
 async def play(session, task):
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         body = {"model": "m", "messages": [{"role": "user", "content": f"say {task.input['number']}"}]}
         answer = await client.post(session.base_url + "/chat/completions", json=body)
         return answer.json()["choices"][0]["message"]["content"]
@@ -238,7 +238,7 @@ def test_tasks_are_checked_for_their_workspace_before_the_run(tmp_path: Path, li
 _SLOW_AGENT = """
 import asyncio, httpx
 async def play(session, task):
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         body = {"model": "m", "messages": [{"role": "user", "content": f"say {task.seed}"}]}
         await client.post(session.base_url + "/chat/completions", json=body)
         if task.seed >= 3:
