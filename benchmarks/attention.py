@@ -28,7 +28,8 @@ import tyro
 from torch import Tensor
 
 from benchmarks.shapes import SHAPES
-from verl_server.kernels.paged_attention import DecodeConfig, PagedAttention, SharedConfig, SharedKeys
+from verl_server.kernels.attention_tiles import DecodeConfig, SharedConfig
+from verl_server.kernels.paged_attention import PagedAttention, SharedKeys
 from verl_server.kernels.shared_keys import find_runs
 
 _REPEATS = 20

@@ -14,7 +14,8 @@ from tests.kernels.attention_reference import paged_attention
 
 pytest.importorskip("triton")
 
-from verl_server.kernels.paged_attention import DecodeConfig, PagedAttention, SharedConfig, SharedKeys
+from verl_server.kernels.attention_tiles import DecodeConfig, SharedConfig
+from verl_server.kernels.paged_attention import PagedAttention, SharedKeys
 from verl_server.kernels.shared_keys import ITEM, find_runs
 
 CUDA = torch.cuda.is_available()

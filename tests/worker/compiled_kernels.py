@@ -28,7 +28,7 @@ from verl_server.worker.startup import compile_process
 from verl_server.worker.startup.compile_ahead import compile_request
 from verl_server.worker.startup.compile_jobs import Job, TargetOnly, record_jobs
 
-GPU = GpuKind(90, 132)
+GPU = GpuKind.of(90, 132)
 
 
 class Graph:
@@ -101,7 +101,7 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
 def drift(folder: Path) -> dict[str, Any]:
     args = ServerArgs(model_path=str(folder), load_format="dummy", device="cuda", dtype="bfloat16", page_size=4)
     ahead = {job.specialization: job.name for job in record_jobs(args, GPU)}
-    with gpu.assumed(GPU.multiprocessors, GPU.capability):
+    with gpu.assumed(GPU.multiprocessors, GPU.capability, GPU.shared_memory):
         launched = launched_kernels(args, graphs=True) | launched_kernels(args, graphs=False)
     unused = {name for specialization, name in ahead.items() if specialization not in launched}
     return {"missing": sorted(launched - ahead.keys()), "unused": sorted(unused)}

@@ -194,7 +194,17 @@ def test_backends_of_the_other_device() -> None:
 def test_kernels_begin_early_on_hopper_only(capability: int, pdl: bool) -> None:
     """Where it was measured: `dependent` says what a kernel must keep, and what else was seen to fail."""
     pytest.importorskip("triton")
-    with gpu.assumed(132, capability):
+    with gpu.assumed(132, capability, 2**17):
         args = ServerArgs(model_path="model")
         assert choose_kernels(args, GPU, torch.bfloat16, CONFIG, TpGroup()).pdl is pdl
         assert not choose_kernels(args.replace(disable_pdl=True), GPU, torch.bfloat16, CONFIG, TpGroup()).pdl
+
+
+def test_gpus_before_ampere_run_on_pytorch(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton")
+    with gpu.assumed(68, 75, 2**16):
+        args = ServerArgs(model_path="model")
+        assert choose_kernels(args, GPU, torch.float16, CONFIG, TpGroup()) == KernelChoice()
+        assert "8.0 (Ampere) or newer; this one has 7.5" in caplog.text
+        with pytest.raises(BadRequestError, match=r"'triton' needs a GPU of compute capability 8\.0"):
+            choose_kernels(args.replace(attention_backend="triton"), GPU, torch.float16, CONFIG, TpGroup())

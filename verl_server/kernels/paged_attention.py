@@ -9,7 +9,6 @@ must be on one stream at a time, because layers share the workspaces.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,72 +21,8 @@ from verl_server.kernels import dependent, gpu
 from verl_server.kernels.attention_decode import decode_kernel
 from verl_server.kernels.attention_extend import extend_kernel
 from verl_server.kernels.attention_shared import shared_kernel
+from verl_server.kernels.attention_tiles import DecodeConfig, ExtendConfig, SharedConfig
 from verl_server.kernels.shared_keys import ITEM, LEVELS, Runs, plan_items
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """Launch parameters for decode, chosen by measurement (`benchmarks/attention.py`)."""
-
-    block: int
-    """Keys per unit of work."""
-    warps: int
-    stages: int
-    """One more than the number of blocks that are loaded ahead."""
-    programs_per_sm: int
-
-    @classmethod
-    def of(cls, head_dim: int, itemsize: int) -> DecodeConfig:
-        """Blocks of at most 16 KiB of keys, so that three programs fit into a multiprocessor. One block is loaded ahead
-        if blocks have 16 KiB, and two if they are smaller."""
-        row = triton.next_power_of_2(head_dim) * itemsize
-        block = max(16, min(64, 16384 // row))
-        return cls(block, warps=4, stages=2 if block * row >= 16384 else 3, programs_per_sm=3)
-
-
-@dataclass(frozen=True)
-class ExtendConfig:
-    """Launch parameters for prefill: a tile has `rows` of (token, query head), a block has `keys` keys."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None
-    """Limit of registers per thread, so that more than one program fits into a multiprocessor; None: no limit."""
-
-    @classmethod
-    def of(cls, head_dim: int, itemsize: int, group: int, max_extend: int) -> ExtendConfig:
-        """Return the fastest parameters for a longest chunk of `max_extend` tokens.
-
-        For 128 to 2,047 tokens, two small programs per multiprocessor hide latency best. For longer and for shorter
-        chunks (which take time when they follow a long history), one program with large blocks is faster.
-        """
-        row = triton.next_power_of_2(head_dim) * itemsize
-        if row > 256:
-            return cls(rows=64, keys=max(16, min(32, 16384 // row)), warps=4, stages=2, registers=None)
-        if 128 <= max_extend < 2048:
-            return cls(rows=128, keys=32, warps=8, stages=3, registers=128)
-        rows = 64 if max_extend * group <= 64 else 128
-        return cls(rows, keys=64, warps=rows // 16, stages=3, registers=None)
-
-
-@dataclass(frozen=True)
-class SharedConfig:
-    """Launch parameters for shared keys: a tile has `rows` of (entry, query head), a block has `keys` keys."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    programs_per_sm: int
-
-    @classmethod
-    def of(cls, head_dim: int, itemsize: int, group: int) -> SharedConfig:
-        row = triton.next_power_of_2(head_dim) * itemsize
-        keys = max(16, min(64, 16384 // row))
-        stages = 3 if row <= 256 else 2  # three stages of longer rows exceed the shared memory of GPUs before Hopper
-        return cls(max(64, 2 * triton.next_power_of_2(group)), keys, warps=4, stages=stages, programs_per_sm=2)
 
 
 class SharedKeys(NamedTuple):
@@ -106,10 +41,10 @@ class SharedKeys(NamedTuple):
 class PagedAttention:
     """Paged attention for the head layout of one model, for all of its layers.
 
-    `decode_config` and `shared_config` override the measured choices. `max_shared_entries` is the largest number of
-    decodes of a step with shared keys; 0 disables cascade attention. `pdl`: see `dependent`; no kernel that may still
-    run writes the indices of a step. On a machine without a GPU the kernels run in Triton's interpreter, which is for
-    tests.
+    `decode_config` and `shared_config` override the choices of `attention_tiles`. `max_shared_entries` is the largest
+    number of decodes of a step with shared keys; 0 disables cascade attention. `pdl`: see `dependent`; no kernel that
+    may still run writes the indices of a step. On a machine without a GPU the kernels run in Triton's interpreter,
+    which is for tests.
     """
 
     def __init__(
@@ -133,14 +68,15 @@ class PagedAttention:
         self._scale = math.log2(math.e) / math.sqrt(head_dim)
         self._block_d = max(16, triton.next_power_of_2(head_dim))
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
-        self.decode_config = decode_config or DecodeConfig.of(head_dim, dtype.itemsize)
+        self._limits = gpu.limits(device)
+        self.decode_config = decode_config or DecodeConfig.of(head_dim, dtype.itemsize, self._limits)
         self._launch = dependent.options(pdl)
         self._multiprocessors = gpu.multiprocessors(device, interpreted=4)
         self._programs = self._multiprocessors * self.decode_config.programs_per_sm
         # Each program stores at most two parts of unfinished heads; see decode_kernel.
         self._parts = _softmax_parts(2 * self._programs * self._group, head_dim, device)
         self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
-        self.shared_config = shared_config or SharedConfig.of(head_dim, dtype.itemsize, self._group)
+        self.shared_config = shared_config or SharedConfig.of(head_dim, dtype.itemsize, self._group, self._limits)
         self._shared_programs = self._multiprocessors * self.shared_config.programs_per_sm
         # One slot for each head of a chunk; see shared_keys.plan_items.
         self._slots = 3 * self._shared_programs // kv_heads + 1
@@ -266,7 +202,7 @@ class PagedAttention:
         """
         if out is None:
             out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        config = ExtendConfig.of(self._head_dim, self._dtype.itemsize, self._group, max_extend)
+        config = ExtendConfig.of(self._head_dim, self._dtype.itemsize, self._group, max_extend, self._limits)
         block_q = config.rows // self._group
         entries = rows.shape[0]
         extend_kernel[(self._kv_heads, q.shape[0] // block_q + entries)](

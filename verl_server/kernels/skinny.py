@@ -27,7 +27,7 @@ class SkinnyProduct:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._programs = gpu.multiprocessors(device, interpreted=8)
+        self._programs, self._limits = gpu.multiprocessors(device, interpreted=8), gpu.limits(device)
         self._parts = torch.empty(self._programs * _BLOCK_N * _MAX_ROWS, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
 
@@ -49,9 +49,12 @@ class SkinnyProduct:
         out = torch.empty((m, n), dtype=x.dtype, device=x.device)
         tiles, split = n // _BLOCK_N, self._split(n, k)
         block_m = 16 if m <= 16 else 32
-        # With one or two programs per multiprocessor, several blocks are loaded ahead. Fewer stages let three or more
-        # programs fit into a multiprocessor.
-        stages = 3 if tiles > 2 * self._programs else 5 if block_m == 16 else 4
+        # With one or two programs per multiprocessor, several blocks are loaded ahead. Fewer stages let more programs
+        # fit into a multiprocessor.
+        stages = 5 if block_m == 16 else 4
+        loaded = (stages - 1) * (_BLOCK_N + block_m) * _BLOCK_K * x.element_size()
+        if tiles > self._limits.programs(loaded, most=2) * self._programs:
+            stages = 3
         _skinny[(tiles * split,)](
             x, weight, weight if bias is None else bias, out, self._parts, self._arrivals, m, n, k, split,
             BIAS=bias is not None, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, BLOCK_M=block_m, STAGES=stages, num_warps=4,

@@ -13,10 +13,14 @@ import os
 import uuid
 from typing import NamedTuple
 
+from verl_server.errors import BadRequestError
 from verl_server.server_args import ServerArgs
 
-_MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
+_MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _SHARED_MEMORY = 16, 75, 76, 97
 """Numbers of the attributes in the driver's header, CUdevice_attribute."""
+_SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""Compute capability -> KiB of shared memory that a program can have, for GPUs that are not at hand (CUDA programming
+guide, table of technical specifications). The driver states the number for those that are."""
 
 
 class GpuKind(NamedTuple):
@@ -25,6 +29,25 @@ class GpuKind(NamedTuple):
     capability: int
     """Compute capability, 10 * major + minor."""
     multiprocessors: int
+    shared_memory: int
+    """Bytes of shared memory that a program can have."""
+
+    @classmethod
+    def of(cls, capability: int, multiprocessors: int) -> GpuKind:
+        """Return the kind of a GPU that is not at hand.
+
+        Raise BadRequestError if the capability is unknown, or below what Triton's kernels need.
+        """
+        if capability not in _SHARED_KIB:
+            known = ", ".join(f"{number / 10}" for number in _SHARED_KIB)
+            raise BadRequestError(
+                f"No kernels are compiled for compute capability {capability / 10}. Known are {known}, for example 8.0 "
+                "for A100, 8.6 for RTX 3090, 8.9 for RTX 4090 and L40S, 9.0 for H100 and H200, 10.0 for B200, 12.0 for "
+                "RTX 5090."
+            )
+        if multiprocessors < 1:
+            raise BadRequestError(f"A GPU has at least 1 multiprocessor, not {multiprocessors}.")
+        return cls(capability, multiprocessors, 1024 * _SHARED_KIB[capability])
 
 
 def create_context(server_args: ServerArgs, tp_rank: int) -> GpuKind | None:
@@ -74,7 +97,7 @@ def _kind(driver: ctypes.CDLL, device: ctypes.c_int) -> GpuKind:
         return value.value
 
     capability = 10 * attribute(_CAPABILITY_MAJOR) + attribute(_CAPABILITY_MINOR)
-    return GpuKind(capability, attribute(_MULTIPROCESSORS))
+    return GpuKind(capability, attribute(_MULTIPROCESSORS), attribute(_SHARED_MEMORY))
 
 
 def _device(driver: ctypes.CDLL, server_args: ServerArgs, tp_rank: int) -> ctypes.c_int | None:

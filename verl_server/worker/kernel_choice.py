@@ -41,6 +41,8 @@ from verl_server.worker.cpu_measurement import measure_choice, product_shapes
 
 logger = logging.getLogger(__name__)
 
+_LEAST_CAPABILITY = 80
+"""Compute capability from which Triton uses tensor cores: attention for older ones keeps most of its tile in memory."""
 _PDL_CAPABILITY = 90
 """Compute capability of GPUs on which programmatic dependent launch is used: Hopper, where it was measured.
 
@@ -107,7 +109,14 @@ def choose_kernels(
             "Triton is not installed, so steps run on plain PyTorch, several times slower. Run pip install triton."
         )
         return KernelChoice()
-    pdl = gpu.capability(device) == _PDL_CAPABILITY and not server_args.disable_pdl
+    capability = gpu.capability(device)
+    if 0 < capability < _LEAST_CAPABILITY:
+        old = f"a GPU of compute capability {_LEAST_CAPABILITY / 10} (Ampere) or newer; this one has {capability / 10}"
+        if wanted == "triton":
+            raise BadRequestError(f"attention_backend='triton' needs {old}. Use 'auto' or 'torch'.")
+        logger.warning("This package's kernels need %s, so steps run on plain PyTorch, several times slower.", old)
+        return KernelChoice()
+    pdl = capability == _PDL_CAPABILITY and not server_args.disable_pdl
     return KernelChoice("torch" if wanted == "torch" else "triton", fused, pdl=pdl)
 
 

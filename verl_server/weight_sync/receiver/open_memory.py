@@ -288,7 +288,8 @@ def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
             raise WeightUpdateError(
                 f"Cannot open GPU memory of process {allocation.pid} on {allocation.device_uuid}: "
                 f"{str(error).splitlines()[0]}. Is that process alive, on this host, another process than the server, "
-                "its GPU the server's or a peer of it, and its allocator without expandable_segments?"
+                "its GPU the server's or a peer of it, and its allocator without expandable_segments? Push from GPUs "
+                "without peer access, such as several GeForce cards, through a process group or as CPU tensors."
             ) from None
         if allocation.event_sync_required:  # opening made this thread's stream wait for the writer; others read too
             torch.cuda.current_stream().synchronize()

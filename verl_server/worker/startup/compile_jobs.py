@@ -10,7 +10,9 @@ captured as a CUDA graph, and prompts of many lengths.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,18 @@ def record_jobs(server_args: ServerArgs, gpu: GpuKind) -> list[Job]:
 
     Raise VerlServerError if the settings do not fit the model.
     """
+    with recorded(gpu) as jobs:
+        _run_steps(server_args)
+    # Attention takes seconds to compile, everything else tenths of a second.
+    return sorted(jobs.values(), key=lambda job: "attention" not in job.kernel.module)
+
+
+@contextlib.contextmanager
+def recorded(gpu: GpuKind) -> Iterator[dict[str, Job]]:
+    """Within the block, record what Triton would compile for the GPU, by specialization, instead of compiling it.
+
+    Nothing is launched. The results of launches are undefined.
+    """
     from triton import knobs
     from triton.runtime.driver import driver
 
@@ -64,12 +78,10 @@ def record_jobs(server_args: ServerArgs, gpu: GpuKind) -> list[Job]:
     driver.set_active(TargetOnly(gpu))
     knobs.runtime.jit_cache_hook = record
     try:
-        with assumed_gpu.assumed(gpu.multiprocessors, gpu.capability):
-            _run_steps(server_args)
+        with assumed_gpu.assumed(gpu.multiprocessors, gpu.capability, gpu.shared_memory):
+            yield jobs
     finally:
         knobs.runtime.jit_cache_hook = None
-    # Attention takes seconds to compile, everything else tenths of a second.
-    return sorted(jobs.values(), key=lambda job: "attention" not in job.kernel.module)
 
 
 class TargetOnly:
@@ -84,7 +96,8 @@ class TargetOnly:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        """Return a number that differs between targets, because Triton keeps the kernels of each device."""
+        return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -30,7 +30,7 @@ def warm_up(server_args: ServerArgs, capability: float | None = None, multiproce
         raise BadRequestError("Set both --gpu-capability and --gpu-multiprocessors, or neither.")
     gpu = find_gpu(server_args)
     if capability is not None and multiprocessors is not None:
-        gpu = GpuKind(round(10 * capability), multiprocessors)
+        gpu = GpuKind.of(round(10 * capability), multiprocessors)
     if gpu is None:
         raise BadRequestError(
             "There is no GPU on this machine. Name the GPU on which the server will run: --gpu-capability 9.0 "
