@@ -50,7 +50,8 @@ class WarmUpArgs:
     """Compile the kernels of a server into the Triton cache (TRITON_CACHE_DIR), and end.
 
     The options are those of serve, and two more: without a GPU, name the one on which the server will run with
-    --gpu-capability and --gpu-multiprocessors (9.0 and 132 for H100 SXM and H200).
+    --gpu-capability and --gpu-multiprocessors. They are 9.0 and 132 for H100 SXM and H200, 8.0 and 108 for A100, 8.6
+    and 82 for RTX 3090, 8.9 and 128 for RTX 4090, 10.0 and 148 for B200, 12.0 and 170 for RTX 5090.
 
     Exit status: 0 when the kernels are in the cache, 1 after an error, 2 for wrong options.
     """
