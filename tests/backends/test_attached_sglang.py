@@ -147,7 +147,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(fresh: HttpServerEngineAd
         assert abs(value - float(row[token])) < TOLERANCE
     for (value, token, _), best in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
         assert len(best) == 2
-        assert best[0][:2] == [value, token] and best[1][0] <= value
+        assert [*best[0][:2]] == [value, token] and best[1][0] <= value
     assert len(meta["input_top_logprobs"]) == len(PROMPT)
 
 

@@ -68,7 +68,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(vllm: HttpServerEngineAda
         assert abs(value - float(row[token])) < 1e-3
     for (value, token, _), best in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
         assert len(best) == 2
-        assert best[0][:2] == [value, token] and best[1][0] <= value
+        assert [*best[0][:2]] == [value, token] and best[1][0] <= value
     assert len(meta["input_top_logprobs"]) == len(PROMPT)
 
 

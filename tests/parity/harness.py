@@ -144,7 +144,8 @@ class Reference:
         # Imported here because the import takes seconds, and tensor-parallel ranks do not need it.
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model = model.to(device).eval()
 
     def check(self, sequence: Sequence, tolerance: float = 1e-4) -> None:
         """Assert the greedy id and the log-probability of every output token, given the tokens before it."""
@@ -159,7 +160,7 @@ class Reference:
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         """Return log-probabilities of the token after each position, [len(tokens), vocab]."""
-        logits = self.model(torch.tensor([tokens], device=self.model.device)).logits[0].float().cpu()
+        logits: torch.Tensor = self.model(torch.tensor([tokens], device=self.model.device)).logits[0].float().cpu()
         return logits - logits.logsumexp(-1, keepdim=True)
 
 
