@@ -18,9 +18,14 @@ BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4, "ignore_eos":
 
 @pytest.fixture(autouse=True)
 def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_routes, "_HEALTH_TIMEOUT", 0.4)
     monkeypatch.setattr(health_routes, "_LOOK_SECONDS", 0.005)
     monkeypatch.setattr(health_routes, "_STATE_TIMEOUT", 0.05)
+
+
+@pytest.fixture
+def short_health_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the checks that end by this bound. The others must not meet it, however busy the machine is."""
+    monkeypatch.setattr(health_routes, "_HEALTH_TIMEOUT", 0.4)
 
 
 def occupy(stack: Stack, count: int) -> list[threading.Thread]:
@@ -68,7 +73,7 @@ def test_any_requests_token_counts_under_load(stack: Stack) -> None:
     stack.scheduler.wait_for(io.GetInternalStateReq)
     running = next(iter(stack.scheduler.running.values()))
     stack.scheduler.emit(running, [7], None)
-    check.join(5)
+    check.join(30)
     assert answers == [200]
     assert len(stack.scheduler.wait_for(io.TokenizedGenerateReq)) == 300, "a busy server is sent no probe"
     assert stack.get("/health_generate").status_code == 200, "the token is recent"
@@ -100,6 +105,7 @@ def test_a_probe_that_meets_a_full_queue_leaves_the_verdict_to_the_others(stack:
     stack.manager.run_sync(probe(), timeout=5)
 
 
+@pytest.mark.usefixtures("short_health_timeout")
 def test_a_full_queue_and_a_stuck_scheduler_is_a_fault(stack: Stack) -> None:
     occupy(stack, 8)
     full(stack)
@@ -108,6 +114,7 @@ def test_a_full_queue_and_a_stuck_scheduler_is_a_fault(stack: Stack) -> None:
     assert response.status_code == 503 and "No step was completed" in response.json()["message"]
 
 
+@pytest.mark.usefixtures("short_health_timeout")
 def test_a_scheduler_that_answers_nothing_is_a_fault(stack: Stack) -> None:
     occupy(stack, 1)
     stack.scheduler.control = lambda req: None
@@ -127,7 +134,7 @@ def test_a_pause_during_the_check_ends_it_well(stack: Stack) -> None:
     check.start()
     stack.scheduler.wait_for(io.GetInternalStateReq)
     assert stack.post("/pause_generation", {"mode": "in_place"}).status_code == 200
-    check.join(5)
+    check.join(30)
     assert answers == [200]
 
 
