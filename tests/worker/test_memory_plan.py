@@ -38,7 +38,7 @@ class PlannedRunner(ModelRunner):
 
     def __init__(self, args: ServerArgs, gpu: Card) -> None:
         self._gpu = gpu
-        with assumed_gpu.assumed(108, 80):
+        with assumed_gpu.assumed(108, 80, 163 * 1024):
             super().__init__(args, TpGroup(), META, memory=gpu)
 
     @property
