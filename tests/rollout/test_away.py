@@ -33,7 +33,7 @@ from tests.rollout.test_agent_loop import FakeEngine
 from verl_server.errors import BadRequestError
 from verl_server.rollout import agent_loop, environment
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
-from verl_server.rollout.agents import run as agents_run
+from verl_server.rollout.agents import attempts
 from verl_server.rollout.away import Tries, is_refused
 from verl_server.rollout.environment import EnvAwayError, EnvError, EnvTimeouts, RemoteEnvironment
 from verl_server.rollout.environment_check import check_environment
@@ -331,7 +331,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         asked.append((attempt, environment_away))
         return 0.0
 
-    for module in (agent_loop, agents_run):
+    for module in (agent_loop, attempts):
         monkeypatch.setattr(module, "pause_before", noted)
     return asked
 

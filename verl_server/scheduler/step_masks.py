@@ -114,7 +114,7 @@ class StepMasks:
         if num_fresh:
             assert buffer.run is not None
             # A step without any token would be a waste.
-            buffer.run.wait(is_computed, least=0 if started.has_free or num_fresh < len(rows) else 1)
+            buffer.run.wait(is_computed, least=0 if started.has_free else 1)
             ready[:num_fresh] = buffer.run.done
             buffer.late = _mark(buffer.run, [grammar for _, _, grammar in rows[:num_fresh]], bits, ready)
         waits = is_computed is None or (not num_fresh and not started.has_free)
