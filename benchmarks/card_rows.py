@@ -74,7 +74,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """What a file has: cells in the order in which they were first run, and figures by (part, name)."""
+    """The figures that a file holds by (part, name), and its cells in the order in which they were first run."""
 
     cells: dict[str, Cell]
     figures: dict[tuple[str, str], dict[str, Any]]

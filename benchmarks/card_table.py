@@ -3,7 +3,7 @@
     python -m benchmarks.card_table --out runs/h100.jsonl --minutes 9.5
     python -m benchmarks.card_table --out runs/h100.jsonl --render h100.md
     python -m benchmarks.card_table --out runs/h100.jsonl --vllm-python /venvs/vllm/bin/python --sglang-python ...
-    python -m benchmarks.card_table --out /tmp/cpu.jsonl --device cpu --shapes tiny --rounds 1
+    python -m benchmarks.card_table --out runs/cpu.jsonl --device cpu --shapes tiny --rounds 1
 
 Run it from the root of the repository. Each cell of a round is a process of its own, which starts one engine with one
 shape and ends before the next one starts: `benchmarks.offline` for this project's engine, `benchmarks.peers.*_offline`

@@ -2,7 +2,7 @@
 
     python -m benchmarks.smaller_cards --device cuda --out runs/smaller-cards.jsonl --minutes 9
     python -m benchmarks.smaller_cards --out runs/smaller-cards.jsonl --judge
-    python -m benchmarks.smaller_cards --device cpu --shapes tiny --out /tmp/smaller.jsonl
+    python -m benchmarks.smaller_cards --device cpu --shapes tiny --out runs/smaller.jsonl
 
 A case is one size and shape in one round. A process holds the rest of the GPU (`benchmarks.held_memory`), and
 `benchmarks.offline` starts an engine beside it, waits until all CUDA graphs are captured, and runs two workloads:

@@ -49,7 +49,7 @@ _PARTS = [
 ]
 """(path from the scheduler to an object, its method, name of the part)."""
 _OTHER = "other"
-"""What a turn does besides the parts."""
+"""The part that has all other time of a turn."""
 
 
 class PartTimes:

@@ -1,4 +1,4 @@
-"""What is said about memory after another project's engine did not start. Needs no other engine."""
+"""A failed start of another project's engine logs which settings decide its memory. No other engine is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's layerwise reload leaves in place is traced, too, and a tied head is packed again. Needs no vLLM."""
+"""A trace covers what vLLM's reload leaves in place, and a reload packs a tied head. vLLM is not needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds a GPU's memory, as read from a stand-in for NVIDIA's management library."""
+"""`gpu_holders` reads a stand-in for NVIDIA's management library."""
 
 from __future__ import annotations
 

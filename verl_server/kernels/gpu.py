@@ -18,7 +18,7 @@ program leaves nothing else, so a multiprocessor has this much more than a progr
 
 
 class Limits(NamedTuple):
-    """What decides the tiles of kernels."""
+    """The limits of a GPU that decide the tiles of kernels."""
 
     shared_memory: int
     """Bytes of shared memory that a program can have."""

@@ -38,7 +38,7 @@ MEMORY_REMEDY = (
 
 
 class StepOwner(Protocol):
-    """What the `Scheduler` does with the results of steps."""
+    """The parts of the `Scheduler` that handle the results of steps."""
 
     def process(self, batch: ScheduleBatch, output: ForwardOutput, prefilled: list[Req]) -> None:
         """Append the new tokens to their requests, end the finished requests, and collect the entries to send."""

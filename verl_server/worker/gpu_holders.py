@@ -1,4 +1,4 @@
-"""Who holds the memory of a GPU: free and total bytes and the processes, as NVIDIA's management library reports them.
+"""`gpu_holders` returns a GPU's free and total bytes, and the processes that hold its memory, as NVML reports them.
 
 Called where a start or an allocation lacks memory: by `DeviceMemory`, by `DeviceRegion`, by `scheduler.rank`, and by
 `backends.process` after another project's engine failed to start. NVML needs no CUDA context, so a call takes no memory

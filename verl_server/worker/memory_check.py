@@ -1,4 +1,4 @@
-"""What a start says about the memory of a GPU: why the engine does not fit, and what a small KV cache costs.
+"""`check_memory` refuses an engine that does not fit its GPU, and `log_capacity` warns of a small KV cache.
 
 `ModelRunner` calls `check_memory` before weights are allocated and read, which takes minutes for a large model, and
 `log_capacity` after the KV pool was allocated. All sums are those of the `MemoryAccount`.

@@ -141,7 +141,7 @@ def copy_jobs(card: GpuKind) -> list[Job]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas and Triton say of a kernel. Bytes of spills are those of a thread."""
+    """The figures that ptxas and Triton report of a kernel. The bytes of spills are those of a thread."""
 
     card: int
     model: str

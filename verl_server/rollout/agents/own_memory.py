@@ -1,4 +1,4 @@
-"""What keeps the owner's keys in this process's memory from the programs that it starts.
+"""These functions keep the owner's keys in this process's memory from the programs that it starts.
 
 Runs of agents that are not isolated call `memory_hidden`, and the command line `take_from_environment`.
 """
