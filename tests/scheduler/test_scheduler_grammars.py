@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from llguidance import LLParserLimits
 
 from tests.grammar.conftest import EOS
-from tests.scheduler.constrained import SCHEMA, GrammarHarness, hold
+from tests.scheduler.constrained import SCHEMA, GrammarHarness, HeldRun, hold
 from tests.scheduler.fakes import VOCAB, FakeStep, Harness, allowed_tokens, generate, prompt, update
 from verl_server.grammar import compiler
 from verl_server.grammar.compiler import Matcher
@@ -439,6 +440,32 @@ def test_rows_that_are_all_late_are_waited_for() -> None:
     slow.append(grammar.open())
     h.run()
     assert len(h.text("s1")) == 30 and all(len(h.text(f"s{i}")) == 4 for i in range(2, 6))
+
+
+@pytest.mark.parametrize("has_free", [True, False])
+def test_a_step_waits_for_one_mask_unless_a_row_is_free(has_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late row of an earlier step is no free row: its mask may be late again."""
+    h = GrammarHarness()
+    for i in range(1, 6):
+        h.constrain(f"s{i}", "regex", "[a-f]{30}")
+    if has_free:
+        h.add("r1", prompt(1, 9), 40)
+    h.compile()
+    slow: list[Matcher] = []
+    hold(h, lambda matcher: matcher in slow)
+    h.steps(2)
+    grammar = h.scheduler.requests["s1"].grammar
+    assert grammar is not None
+    slow.append(grammar.open())
+    waited, wait = [], HeldRun.wait
+
+    def noted(run: HeldRun, is_computed: Callable[[], bool] | None, least: int = 0) -> None:
+        waited.append(least)
+        wait(run, is_computed, least)
+
+    monkeypatch.setattr(HeldRun, "wait", noted)
+    h.steps(6)
+    assert len(waited) >= 5 and set(waited) == {0 if has_free else 1}
 
 
 def test_a_late_mask_that_fails_ends_its_own_request() -> None:

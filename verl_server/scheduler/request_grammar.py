@@ -78,7 +78,8 @@ class RequestGrammar:
     def end(self, token: int) -> FinishReason | None:
         """Return the finish reason if the request ends after `token`, else None. Call it after `token` was consumed."""
         matcher = self._matcher or self.open()
-        if self.error is None and not matcher.inner.is_stopped():  # a matcher that failed is stopped, too
+        # A matcher is stopped if no further token but EOS is allowed, or if it failed.
+        if self.error is None and not matcher.inner.is_stopped():
             return None
         return self.failure() or FinishReason(type="stop", matched=token)
 
