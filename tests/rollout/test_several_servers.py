@@ -20,7 +20,7 @@ from tests.rollout.fakes import FakeEnvironment, WordRenderer, says
 from tests.rollout.test_agent_loop import episode
 from verl_server import HttpServerEngineAdapter
 from verl_server.engine.http import RoutedEngine
-from verl_server.errors import BadRequestError, ServerUnavailableError
+from verl_server.errors import BadRequestError, ServerRestartedError, ServerUnavailableError
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.engine_pool import EnginePool
 from verl_server.rollout.environment import StepResult
@@ -119,6 +119,47 @@ def test_a_rollout_without_a_server_is_stranded_until_one_is_healed(servers: lis
         assert running.wait(60)
         ended = running.result().trajectories
         assert all(t.stop_reason is StopReason.DONE for t in ended), [(t.stop_reason, t.error) for t in ended]
+
+
+def test_a_request_that_fails_while_its_server_comes_back_is_sent_again(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer, from the run before, arrives in the turn of the event loop in which the wait for the server ends."""
+
+    async def play(engine: HttpServerEngineAdapter) -> list[str]:
+        healed, answers = asyncio.Event(), list[str]()
+        restarted = ServerRestartedError("the server was started again")
+
+        async def generate(_: Any, __: Any, input_ids: list[int], **___: Any) -> str:
+            answers.append(f"{input_ids[0]} asks run {engine.instance_id}")
+            if engine.instance_id == "1":
+                if input_ids[0] == 1:
+                    await healed.wait()
+                raise restarted
+            return "done"
+
+        async def until_healed(timeout: float, version: str | None) -> None:
+            await healed.wait()
+            engine._instance.id = "2"
+
+        monkeypatch.setattr(engine, "async_generate", generate)
+        monkeypatch.setattr(engine, "async_wait_until_healed", until_healed)
+        engine._instance.id = "1"
+        async with EnginePool([engine], 30.0) as pool:
+            first = asyncio.ensure_future(pool.async_generate(input_ids=[0], session_id="a"))
+            while pool._members[0].back is None:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the wait for the server has begun
+            second = asyncio.ensure_future(pool.async_generate(input_ids=[1], session_id="b"))
+            while len(answers) < 2:
+                await asyncio.sleep(0)
+            healed.set()
+            assert await asyncio.wait_for(asyncio.gather(first, second), 30) == ["done"] * 2
+        return answers
+
+    with HttpServerEngineAdapter.attach(servers[0].url) as engine:
+        answers = asyncio.run(play(engine))
+    assert sorted(answers) == [f"{number} asks run {run}" for number in (0, 1) for run in (1, 2)]
 
 
 def test_engines_that_differ_are_refused(servers: list[Server]) -> None:

@@ -50,12 +50,15 @@ class _Member:
         self.engine = engine
         self.open = 0
         """Episodes that play on this engine."""
-        self.away: asyncio.Task[None] | None = None
-        """Ends when the engine can generate again, with an error if it never will. None while it can."""
+        self.back: asyncio.Task[None] | None = None
+        """Ends when the engine can generate again, with an error if it never will. None if it was never lost."""
 
     @property
     def is_away(self) -> bool:
-        return self.away is not None
+        """True from the loss of the engine until the very moment at which `back` ends without an error."""
+        if self.back is None:
+            return False
+        return not self.back.done() or self.back.cancelled() or self.back.exception() is not None
 
     @property
     def run(self) -> str | None:
@@ -152,7 +155,7 @@ class EnginePool:
         closing = list(self._closing)
         if closing and not (kind is not None and issubclass(kind, asyncio.CancelledError)):
             await asyncio.wait(closing, timeout=_LAST_CLOSES)
-        returns = [member.away for member in self._members if member.away is not None]
+        returns = [member.back for member in self._members if member.back is not None]
         for task in (*closing, *returns):
             task.cancel()
         await asyncio.gather(*returns, return_exceptions=True)
@@ -190,8 +193,7 @@ class EnginePool:
         else:
             bound = f", at most {self._restart_timeout:.0f} s" if self._restart_timeout < math.inf else ""
             logger.warning("Generation waits for the server%s: %s", bound, error)
-        member.away = asyncio.ensure_future(self._return(member, knew, error))
-        member.away.add_done_callback(lambda task: self._returned(member, task))
+        member.back = asyncio.ensure_future(self._return(member, knew, error))
 
     async def _return(self, member: _Member, knew: str | None, error: VerlServerError) -> None:
         """Return when the engine can generate again. Raise if it never will."""
@@ -201,19 +203,10 @@ class EnginePool:
         if member.run == knew:
             await asyncio.sleep(_RETRY_PAUSE)
 
-    def _returned(self, member: _Member, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            return
-        if task.exception() is None:
-            member.away = None
-            return
-        # The error is kept for the episodes that find every engine lost.
-        logger.debug("The server at %s will not come back: %s", member.engine.url, task.exception())
-
     async def _until_one_is_back(self, deadline: float, error: VerlServerError) -> None:
         """Return when an engine can generate. Raise at the deadline, or when none of them can come back."""
         while all(member.is_away for member in self._members):
-            returns = [member.away for member in self._members if member.away is not None and not member.away.done()]
+            returns = [member.back for member in self._members if member.back is not None and not member.back.done()]
             left = deadline - time.monotonic()
             if not returns:
                 raise error
@@ -223,7 +216,6 @@ class EnginePool:
                     f"or accept_restart(). The first failure: {error}"
                 ) from error
             await asyncio.wait(returns, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # the callbacks of the tasks run first
 
 
 def stranded(engines: Sequence[EngineBase], version: str | None) -> str | None:
