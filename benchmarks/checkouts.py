@@ -72,7 +72,8 @@ def run(module: str, argv: Sequence[str], package: Path) -> Figures:
         (Path(temporary) / "benchmarks").symlink_to(HERE / "benchmarks")
         (Path(temporary) / "verl_server").symlink_to(package / "verl_server")
         command = [sys.executable, "-m", module, *argv]
-        environment = os.environ | {"PYTHONPATH": temporary}
+        path = os.pathsep.join([temporary, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path}
         done = subprocess.run(command, cwd=temporary, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["name"]: line for line in lines}
