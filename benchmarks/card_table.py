@@ -25,6 +25,12 @@ Every line is appended to --out as it is printed. The same command again runs wh
 versions, also single workloads of a cell that was killed; use a new file after a change of the code. The most important
 cells come first, and none starts that has too little of --minutes left. --render writes the Markdown table of the file:
 medians over the rounds with the least and the largest, the limit, and the ratio to the best other engine.
+
+A host with several equal GPUs runs several rounds at the same time, each on one of them: the second one is
+
+    CUDA_VISIBLE_DEVICES=1 python -m benchmarks.card_table --out runs/second.jsonl --first-round 2 --rounds 1
+
+and the files are then joined into one.
 """
 
 from __future__ import annotations
@@ -97,7 +103,7 @@ def all_cells(args: argparse.Namespace, card: str, engines: list[Engine]) -> Ite
     ours = next((engine for engine in engines if engine.name == OURS), None)
     if ours is not None:
         yield ours, Cell(card, ours.name, ours.version, "", "ceilings", 1)
-    for number in range(1, args.rounds + 1):
+    for number in range(args.first_round, args.first_round + args.rounds):
         for shape in args.shapes:
             yield from of("works", shape, number)
         if number == 1:
@@ -154,13 +160,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "8b"], help="shapes (0.6b 8b)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines (all)")
     parser.add_argument("--rounds", type=int, default=2, help="rounds, by turns (2)")
+    parser.add_argument("--first-round", type=int, default=1, help="number of the first round (1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="most minutes of this call (60)")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU for each engine (0.85)")
     parser.add_argument("--vllm-python", default=sys.executable, help="Python that can import vLLM (this one)")
     parser.add_argument("--sglang-python", default=sys.executable, help="Python that can import SGLang (this one)")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error("--rounds must be at least 1.")
+    if args.rounds < 1 or args.first_round < 1:
+        parser.error("--rounds and --first-round must be at least 1.")
     if args.render is not None and not args.out.exists():
         parser.error(f"--render: there is no file {args.out}.")
     if args.device == "cpu" and "8b" in args.shapes:
