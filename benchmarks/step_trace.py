@@ -292,5 +292,5 @@ def device_idle(trace: Trace) -> tuple[int, Idle]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         steps = trace.run()
         torch.cuda.synchronize()
-    events = [(event.time_range.start, event.time_range.end, event.name) for event in profile.events()]
-    return steps, idle_time(events)
+    on_device = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    return steps, idle_time([(event.time_range.start, event.time_range.end, event.name) for event in on_device])
