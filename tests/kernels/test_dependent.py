@@ -27,6 +27,7 @@ BEFORE = {
     "_norm_row": {"weight"},
     "_add_norm_row": {"weight"},
     "_gemv": {"weight"},
+    "_skinny": set[str](),
     "_norm_rotate_store": {"cos", "sin", "positions", "slots"},
     "decode_kernel": {"meta", "kv_lens", "rows", "starts", "page_table"},
     "extend_kernel": {"q_starts"},
