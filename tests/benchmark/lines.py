@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 
+def all_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return the output lines. Every line must be JSON."""
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
 def figures(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
-    """Return the output lines by name (the last line, if several have one name). Every line must be JSON."""
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return {line["name"]: line for line in lines}
+    """Return the output lines by name: the last line, if several have one name."""
+    return {line["name"]: line for line in all_lines(capsys)}
