@@ -136,7 +136,7 @@ def test_cases_that_succeeded_are_not_repeated(
 def test_no_case_starts_that_could_end_too_late(
     parts: FakeParts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, _ = main(capsys, tmp_path / "out.jsonl", "--minutes", "3")
+    rows, _ = main(capsys, tmp_path / "out.jsonl", "--minutes", "1.75")
     assert parts.run == ["ceilings"] and not rows
 
 
