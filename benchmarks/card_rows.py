@@ -127,7 +127,7 @@ def _render_card(table: Table, card: str) -> str:
         for name in _TITLES
     ]
     body = "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *filter(None, rows)])
-    notes = [_limits(table, cells), *_failures(table, cells)]
+    notes = [_limits(table, cells), *_failures(table, cells), *_neighbours(table, cells)]
     return f"### {card}\n\n{body}\n\n" + "\n".join(f"{note}\n" for note in notes if note)
 
 
@@ -211,3 +211,12 @@ def _failures(table: Table, cells: list[Cell]) -> list[str]:
                 f"{', '.join(table.missing(cell))} ({reason:.200})."
             )
     return found
+
+
+def _neighbours(table: Table, cells: list[Cell]) -> list[str]:
+    """Return a sentence for each cell that ran while other programs held memory of its GPU."""
+    return [
+        f"{cell.engine} {cell.version}, {cell.shape}, round {cell.round}, ran beside other programs: {line['held']}"
+        for cell in cells
+        if (line := table.figures.get((cell.part, "beside_others"))) is not None
+    ]

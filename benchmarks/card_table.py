@@ -45,7 +45,7 @@ from pathlib import Path
 
 from benchmarks.card_rows import OURS, Cell, Kind, Table, render, works_of
 from benchmarks.gates.parts import Part
-from benchmarks.gates.running import find_card, run_part, write_line
+from benchmarks.gates.running import find_card, find_uuids, held_by_others, run_part, write_line
 from verl_server import __version__
 
 SHAPES = ("0.6b", "8b", "tiny")
@@ -124,8 +124,9 @@ def command_of(cell: Cell, missing: list[str], memory: float) -> str:
 
 
 def run_cells(args: argparse.Namespace, cells: list[tuple[Engine, Cell]]) -> None:
-    """Run what is missing of each cell, as long as there is time."""
+    """Run what is missing of each cell, as long as there is time. Note what other programs hold of the GPU."""
     deadline = time.monotonic() + 60 * args.minutes
+    uuids = find_uuids(1 if args.device == "cuda" else 0)
     for number, (engine, cell) in enumerate(cells, 1):
         table, left = Table.read(args.out), deadline - time.monotonic()
         title = f"{number} of {len(cells)}, {cell.engine} {cell.shape} {cell.kind}, round {cell.round}"
@@ -139,6 +140,9 @@ def run_cells(args: argparse.Namespace, cells: list[tuple[Engine, Cell]]) -> Non
         progress(f"{title}: {', '.join(missing)}, at most {bound:.0f} s")
         if cell.part not in table.cells:
             write_line(args.out, cell.line())
+        if held := held_by_others(uuids):
+            progress(f"{title}: its figures cannot be compared. {held}")
+            write_line(args.out, {"part": cell.part, "name": "beside_others", "held": held})
         part = Part(cell.part, command_of(cell, missing, args.memory), bound)
         if not run_part(part, args.device, args.out, python=engine.python):
             progress(f"{title}: FAILED, see part_end in {args.out}")

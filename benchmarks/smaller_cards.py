@@ -40,7 +40,7 @@ from typing import Any
 
 from benchmarks.gates.figures import Lines
 from benchmarks.gates.parts import Part
-from benchmarks.gates.running import read_lines, run_part, write_line
+from benchmarks.gates.running import find_uuids, held_by_others, read_lines, run_part, write_line
 from benchmarks.held_memory import smaller_card
 from benchmarks.shapes import SHAPES
 from benchmarks.workload import Ceilings, parse_work, seconds_with_capacity
@@ -89,6 +89,9 @@ def run_cases(args: argparse.Namespace, cases: list[Case]) -> None:
     """Run the cases that have not succeeded, as long as there is time."""
     deadline = time.monotonic() + 60 * args.minutes
     done = read_lines(args.out)
+    if held := held_by_others(find_uuids(1 if args.device == "cuda" else 0)):
+        progress(f"The figures cannot be compared. {held}")
+        write_line(args.out, {"name": "beside_others", "held": held})
     if not _has_succeeded(done, CEILINGS):
         run_part(CEILINGS, args.device, args.out)
     for case in cases:

@@ -37,6 +37,8 @@ from benchmarks.gates.figures import FIGURES, Lines
 from benchmarks.gates.parts import PARTS, SET_SECONDS, Part
 from benchmarks.gates.running import (
     find_card,
+    find_uuids,
+    held_by_others,
     is_installed,
     leave_part,
     parts_to_run,
@@ -53,6 +55,9 @@ def run_parts(args: argparse.Namespace, parts: list[Part]) -> None:
     start = time.monotonic()
     apart = 0.0  # seconds of the parts that do not count
     device = "cuda" if args.gpus else "cpu"
+    if held := held_by_others(find_uuids(args.gpus)):
+        progress(f"The figures cannot be compared. {held}")
+        write_line(args.out, {"name": "beside_others", "held": held})
     for number, part in enumerate(parts, 1):
         bound, now = part.bound, time.monotonic()
         if part.needs and not is_installed(part.needs):

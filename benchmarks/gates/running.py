@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.gates.figures import Lines
 from benchmarks.gates.parts import Part
 from benchmarks.processes import has_ended, process_tree
+from verl_server.worker.gpu_holders import holders_sentence
 
 _TAIL = 16_000
 """Characters of a failed part's stderr that are kept: with the stacks of all processes, if it was late."""
@@ -152,13 +153,36 @@ def find_card(gpus: int) -> str:
         from verl_server.models.ops import CPU_NAME
 
         return CPU_NAME
-    # In another process: a CUDA context here would take memory of a GPU while the parts run.
-    code = "import json, torch; n = torch.cuda.device_count(); "
-    code += "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)]))"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=120)
-    names: list[str] = json.loads(done.stdout)[:gpus]
+    names = [name for name, _ in _gpus()[:gpus]]
     if len(names) < gpus:
         raise RuntimeError(f"--gpus {gpus} needs as many NVIDIA GPUs, but torch sees {len(names)}.")
     if len(set(names)) > 1:
         raise RuntimeError(f"--gpus {gpus} needs GPUs of one kind, but torch sees {', '.join(names)}.")
     return names[0]
+
+
+def find_uuids(gpus: int) -> list[str]:
+    """The UUIDs of the first `gpus` GPUs that torch sees, for `held_by_others`."""
+    return [uuid for _, uuid in _gpus()[:gpus]] if gpus else []
+
+
+def held_by_others(uuids: list[str], patience: float = 10.0) -> str:
+    """A sentence about the processes that hold memory of these GPUs, "" if there are none after `patience` seconds.
+
+    Called between parts, whose last processes may take seconds to end. Figures beside other programs cannot be
+    compared: these take time of the GPU, and the engine captures fewer graphs in the memory that they leave.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        found = " ".join(f"GPU {uuid}: {held}" for uuid in uuids if (held := holders_sentence(uuid)))
+        if not found or time.monotonic() >= deadline:
+            return found
+        time.sleep(0.5)
+
+
+def _gpus() -> list[tuple[str, str]]:
+    """(name, UUID) of each GPU that torch sees. In another process: a CUDA context here would take memory of a GPU."""
+    code = "import json, torch; of = torch.cuda.get_device_properties; n = torch.cuda.device_count(); "
+    code += "print(json.dumps([(of(i).name, str(of(i).uuid)) for i in range(n)]))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    return [(name, uuid) for name, uuid in json.loads(done.stdout)]

@@ -64,6 +64,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> FakeEngines:
     fake = FakeEngines()
     monkeypatch.setattr(card_table, "run_part", fake)
     monkeypatch.setattr(card_table, "find_card", lambda gpus: "NVIDIA H100")
+    monkeypatch.setattr(card_table, "find_uuids", lambda gpus: ["8a3a"] * gpus)
+    monkeypatch.setattr(card_table, "held_by_others", lambda uuids: "")
     monkeypatch.setattr(weight_sync.torch.cuda, "device_count", lambda: 1)
     versions = {"vllm": "0.26.0", "sglang": "0.5.16"}
     monkeypatch.setattr(card_table, "find_version", lambda python, name: versions[name])
@@ -133,6 +135,18 @@ def test_another_card_or_version_has_rows_of_its_own(
         monkeypatch.setattr(card_table, "find_version", lambda python, name: "0.27.0")
     run(out, "--rounds", "1", "--engines", "vllm")
     assert processes(engines) == ["peers.vllm_offline 0.6b"] * 2
+
+
+def test_a_cell_beside_other_programs_is_named(
+    engines: FakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = iter(["", "GPU 8a3a: Other processes hold 20 GiB.", ""])
+    monkeypatch.setattr(card_table, "held_by_others", lambda uuids: next(held) if uuids == ["8a3a"] else "wrong GPU")
+    run(tmp_path / "out.jsonl", "--rounds", "1", "--engines", "vllm", "sglang")
+    printed = capsys.readouterr()
+    assert "2 of 3, sglang 0.6b works, round 1: its figures cannot be compared. GPU 8a3a: Other" in printed.err
+    assert "sglang 0.5.16, 0.6b, round 1, ran beside other programs: GPU 8a3a: Other processes hold" in printed.out
+    assert "vllm 0.26.0, 0.6b, round 1, ran beside" not in printed.out
 
 
 def test_no_engine_starts_with_too_little_time(engines: FakeEngines, tmp_path: Path) -> None:

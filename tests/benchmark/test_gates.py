@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from benchmarks import (
     weight_sync,
 )
 from benchmarks.gates import __main__ as gates
-from benchmarks.gates import shares
+from benchmarks.gates import running, shares
 from benchmarks.gates.figures import FIGURES, Figure, Lines, _of_limit, _read, _time
 from benchmarks.gates.parts import PARTS, Part
 from benchmarks.gates.running import is_installed, parts_to_run, read_lines, run_part
@@ -184,6 +185,16 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def set_up(monkeypatch: pytest.MonkeyPatch, parts: list[Part], figures: list[Figure]) -> None:
     monkeypatch.setitem(PARTS, 0, parts)
     monkeypatch.setitem(FIGURES, 0, figures)
+
+
+def test_programs_beside_the_parts_are_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"a": iter(["busy", ""]), "b": iter(["", "busy"])}
+    monkeypatch.setattr(running, "holders_sentence", lambda uuid: next(held[uuid]))
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+    assert running.held_by_others(["a"]) == "", "it ended meanwhile"
+    assert running.held_by_others(["b"]) == ""
+    assert running.held_by_others(["b"], patience=0.0) == "GPU b: busy"
+    assert running.held_by_others([]) == ""
 
 
 def test_parts_are_written_down_and_not_repeated(out: Path) -> None:
