@@ -29,8 +29,9 @@ from verl_server.rollout.agents.types import AgentSession, AgentTask
 from verl_server.rollout.trajectory import StopReason
 
 MOST_TOKENS = 16
-LEFT: dict[str, Any] = {"stream": True, "max_tokens": 3000, "ignore_eos": True}
-"""Fields of the request that a dying agent leaves behind. Unless it is aborted, it runs for seconds."""
+LEFT: dict[str, Any] = {"stream": True, "max_tokens": 30_000, "ignore_eos": True}
+"""Fields of the request that a dying agent leaves behind. Unless it is aborted, it runs for half a minute or more,
+because on a busy machine seconds pass before the server notices that the agent is gone."""
 Death = Literal["before its turn", "during its generation"]
 
 
