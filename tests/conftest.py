@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def real_processes() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a shell, as `make test &`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(gpu_plugin, "gpu_plugin")
 
 
