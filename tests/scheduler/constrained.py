@@ -149,3 +149,12 @@ def hold(h: GrammarHarness, is_held: Callable[[Matcher], bool]) -> HeldMasks:
     masks.start = release_first  # type: ignore[method-assign]
     h.runner.is_computed = lambda: True
     return executor
+
+
+def make_late(h: GrammarHarness, rid: str) -> list[Matcher]:
+    """Hold the masks of a request until it is removed from the returned list."""
+    grammar = h.scheduler.requests[rid].grammar
+    assert grammar is not None
+    slow = [grammar.open()]
+    hold(h, lambda matcher: matcher in slow)
+    return slow

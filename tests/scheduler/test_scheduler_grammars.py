@@ -12,7 +12,7 @@ import torch
 from llguidance import LLParserLimits
 
 from tests.grammar.conftest import EOS
-from tests.scheduler.constrained import SCHEMA, GrammarHarness, HeldRun, hold
+from tests.scheduler.constrained import SCHEMA, GrammarHarness, HeldRun, hold, make_late
 from tests.scheduler.fakes import VOCAB, FakeStep, Harness, allowed_tokens, generate, prompt, update
 from verl_server.grammar import compiler
 from verl_server.grammar.compiler import Matcher
@@ -411,12 +411,8 @@ def test_a_late_mask_delays_its_own_row_only(overlaps: bool) -> None:
             harness.constrain(f"s{i}", "regex", "([a-f][0-9]){6}x")
         harness.add("r1", prompt(1, 9), 9)
         harness.compile()
-    slow: list[Matcher] = []
-    hold(h, lambda matcher: matcher in slow)
     h.steps(4)
-    grammar = h.scheduler.requests["s1"].grammar
-    assert grammar is not None
-    slow.append(grammar.open())
+    slow = make_late(h, "s1")
     before = len(h.tokens["s1"])
     h.steps(6)
     assert len(h.tokens["s1"]) <= before + 1 and len(h.tokens["s2"]) >= before + 5
@@ -432,12 +428,8 @@ def test_rows_that_are_all_late_are_waited_for() -> None:
     for i in range(1, 6):
         h.constrain(f"s{i}", "regex", "[a-f]{4}" if i > 1 else "[a-f]{30}")
     h.compile()
-    slow: list[Matcher] = []
-    hold(h, lambda matcher: matcher in slow)
     h.steps(2)
-    grammar = h.scheduler.requests["s1"].grammar
-    assert grammar is not None
-    slow.append(grammar.open())
+    make_late(h, "s1")
     h.run()
     assert len(h.text("s1")) == 30 and all(len(h.text(f"s{i}")) == 4 for i in range(2, 6))
 
@@ -451,12 +443,8 @@ def test_a_step_waits_for_one_mask_unless_a_row_is_free(has_free: bool, monkeypa
     if has_free:
         h.add("r1", prompt(1, 9), 40)
     h.compile()
-    slow: list[Matcher] = []
-    hold(h, lambda matcher: matcher in slow)
     h.steps(2)
-    grammar = h.scheduler.requests["s1"].grammar
-    assert grammar is not None
-    slow.append(grammar.open())
+    make_late(h, "s1")
     waited, wait = [], HeldRun.wait
 
     def noted(run: HeldRun, is_computed: Callable[[], bool] | None, least: int = 0) -> None:

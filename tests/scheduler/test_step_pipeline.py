@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.scheduler.constrained import GrammarHarness, hold
+from tests.scheduler.constrained import GrammarHarness, hold, make_late
 from tests.scheduler.fakes import generate, prompt, update
-from verl_server.grammar.compiler import Matcher
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.io_struct import (
     BatchTokenIDOut,
@@ -48,15 +47,6 @@ def expected(count: int = 5, new: int = 30) -> dict[str, list[int]]:
         h.constrain(f"s{i}", "regex", "([a-f][0-9]){20}x", new=new)
     h.finish()
     return h.tokens
-
-
-def make_late(h: GrammarHarness, rid: str) -> list[Matcher]:
-    """Hold the masks of a request until it is removed from the returned list."""
-    grammar = h.scheduler.requests[rid].grammar
-    assert grammar is not None
-    slow = [grammar.open()]
-    hold(h, lambda matcher: matcher in slow)
-    return slow
 
 
 # -- planning and launching ---------------------------------------------------------------------------------
