@@ -24,13 +24,23 @@ end_with_parent()
 print("ready", flush=True)
 time.sleep(60)
 """
+_PARENT_THAT_FORKS = """
+import os, time
+from verl_server.backends.vllm.plugin import end_with_parent
+end_with_parent()
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+"""As vLLM on a GPU: it loads its plugins, and then forks the engine's process."""
 
 
-def test_a_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [[_PARENT, _CHILD], [_PARENT_THAT_FORKS]], ids=["spawned", "forked"])
+def test_a_process_ends_with_its_parent(code: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.waiting import eventually
 
     monkeypatch.setenv(ENDS_WITH_PARENT, "1")
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT, _CHILD], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", *code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)

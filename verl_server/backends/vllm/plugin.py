@@ -1,7 +1,8 @@
 """The plugin that vLLM loads in each of its processes (`vllm.general_plugins`). It ends a process with its parent.
 
 Otherwise vLLM's engine process would continue without the process that started it, and keep the GPUs. The plugin acts
-only in engines that `VllmDriver` started.
+only in engines that `VllmDriver` started. vLLM forks its processes on a GPU, and a forked process does not load plugins
+again, because its parent has loaded them. So the request is made again in each forked process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends. Does nothing in processes of other engines."""
+    """Make this process, and each process that it forks, end with its parent. Does nothing in other engines."""
     if ENDS_WITH_PARENT in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _ask_kernel()
+        os.register_at_fork(after_in_child=_ask_kernel)  # a forked process does not inherit the request
+
+
+def _ask_kernel() -> None:
+    """Ask the kernel to kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
