@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from tests.grammar.local_matchers import LocalMatchers, LocalProgress
 from tests.parity.harness import CPU_KERNELS
 from tests.parity.mixed_requests import MixedRequest, grammar_tokenizer
 from tests.parity.sampling_judge import Found, unpacked
 from tests.scheduler.fakes import FakeStager, Harness
-from verl_server.grammar.compiler import Matcher
-from verl_server.grammar.mask_executor import MaskExecutor, MaskRun, Words
+from verl_server.grammar.mask_memory import Words
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.io_struct import BatchTokenIDOut, SchedulerOutput
 from verl_server.sampling.spec import MakeMasks, SampleSpec
@@ -37,44 +36,44 @@ class OverlappedRunner(ModelRunner):
         return super().launch(batch, specs, lambda _: make_masks(lambda: True))
 
 
-class LateRun(MaskRun):
+class LateRun(LocalProgress):
     """Computes masks in the caller's thread, and some of them late, by random numbers."""
 
-    def __init__(self, matchers: Sequence[Matcher], words: Words, rng: random.Random) -> None:
-        super().__init__(matchers, words, SimpleQueue())
+    def __init__(self, matchers: Sequence[Any], words: Words, rng: random.Random) -> None:
+        super().__init__(matchers, words)
         self._rng = rng
         self.compute_some(0.7)
 
     def compute_some(self, share: float) -> None:
-        for row in range(len(self._done)):
+        for row in range(len(self.done)):
             if self._rng.random() < share:
                 self.wait_row(row)
 
-    def wait(self, is_computed: Callable[[], bool] | None, least: int = 0) -> None:
-        for row in range(len(self._done)):
-            if is_computed is None or self._num_done() < least:
+    def wait(self, is_due: Callable[[], bool] | None, least: int = 0) -> None:
+        for row in range(len(self.done)):
+            if is_due is None or self._num_done() < least:
                 self.wait_row(row)
 
     def wait_row(self, row: int) -> None:
         if not self.is_done(row):
-            self.compute_row(row)
+            self.run.compute_row(row)
 
 
-class LateMasks(MaskExecutor):
+class LateMasks(LocalMatchers):
     """Each step computes half of the masks that were late in earlier steps."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._rng = random.Random(0)
         self._runs: list[LateRun] = []
         self.num_late = 0
 
-    def start(self, matchers: Sequence[Matcher], words: Words) -> MaskRun:
+    def start(self, matchers: Sequence[Any], buffer: int) -> LateRun:
         for run in self._runs:
             run.compute_some(0.5)
         self._runs = [run for run in self._runs if not run.all_done]
         self.num_late += len(self._runs)
-        self._runs.append(LateRun(matchers, words, self._rng))
+        self._runs.append(LateRun(matchers, self.words(buffer)[: len(matchers)], self._rng))
         return self._runs[-1]
 
 
@@ -87,9 +86,12 @@ class ModelHarness(Harness):
         """Request ids in the order of their first tokens."""
         settings = {"cpu_threads": 1, "cpu_kernel_choice": CPU_KERNELS, "context_length": 256} | settings
         super().__init__(num_pages, page_size, max_rows, model_path=str(folder), device="cpu", **settings)
+        self.scheduler.grammars.make_matchers = self._make_late
         self.scheduler.handle(grammar_tokenizer())
-        assert self.scheduler.grammars.masks is not None
-        self.late_masks = self.scheduler.grammars.masks.executor = LateMasks()
+
+    def _make_late(self, *args: Any) -> LateMasks:
+        self.late_masks = LateMasks(*args)
+        return self.late_masks
 
     def make_worker(self, num_pages: int, page_size: int, max_rows: int, context_length: int) -> TpWorker:
         self.args = self.args.replace(max_total_tokens=num_pages * page_size, context_length=context_length)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 from tests.grammar.conftest import EOS, TOKENIZER
+from tests.grammar.local_matchers import LocalMatchers, LocalProgress
 from tests.scheduler.fakes import Harness, prompt
-from verl_server.grammar.compiler import Matcher
-from verl_server.grammar.mask_executor import MaskExecutor, MaskRun, Words
+from verl_server.grammar.mask_memory import FAILED, Words
+from verl_server.grammar.matcher_client import RemoteMatcher
 from verl_server.grammar.source import Grammar, Kind, translate
 from verl_server.messages.io_struct import GrammarTokenizer, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ class GrammarHarness(Harness):
     def __init__(self, overlaps: bool = True, **settings: Any) -> None:
         super().__init__(overlaps=overlaps, **({"chunked_prefill_size": 64} | settings))
         tokenizer = TOKENIZER.backend_tokenizer.to_str().encode()
+        self.scheduler.grammars.make_matchers = LocalMatchers
         self.scheduler.handle(GrammarTokenizer(tokenizer=tokenizer, eos_token_ids=[EOS]))
 
     def constrain(
@@ -49,17 +50,15 @@ class GrammarHarness(Harness):
             )
         )
 
+    @property
+    def matchers(self) -> LocalMatchers:
+        matchers = self.scheduler.grammars._matchers
+        assert isinstance(matchers, LocalMatchers)
+        return matchers
+
     def before_compilation(self, hook: Callable[[str], object]) -> None:
         """Call `hook` in the thread that compiles, before it compiles a grammar."""
-        compiler = self.scheduler.grammars._compiler
-        assert compiler is not None
-        compile = compiler.compile
-
-        def hooked(grammar: str) -> Matcher:
-            hook(grammar)
-            return compile(grammar)
-
-        compiler.compile = hooked  # type: ignore[method-assign]
+        self.matchers.before_compilation = hook
 
     def hold_compilation(self) -> threading.Event:
         """Compile nothing until the returned event is set."""
@@ -81,22 +80,22 @@ class GrammarHarness(Harness):
         return str(TOKENIZER.decode([token for token in self.tokens[rid] if token != EOS]))
 
 
-class HeldRun(MaskRun):
+class HeldRun(LocalProgress):
     """Computes its rows in the test's thread: the held ones only when somebody waits for them."""
 
-    def __init__(self, matchers: Sequence[Matcher], words: Words, executor: HeldMasks) -> None:
-        super().__init__(matchers, words, SimpleQueue())
+    def __init__(self, matchers: Sequence[Any], words: Words, holder: HeldMasks) -> None:
+        super().__init__(matchers, words)
         self.matchers, self.held = matchers, set[int]()
-        self._fails = executor.fails
-        room = int(len(matchers) * executor.most_held)
+        self._fails = holder.fails
+        room = int(len(matchers) * holder.most_held)
         for row, matcher in enumerate(matchers):
-            if len(self.held) < room and executor.is_held(matcher):
+            if len(self.held) < room and holder.is_held(matcher):
                 self.held.add(row)
             else:
                 self.compute_row(row)
 
-    def wait(self, is_computed: Callable[[], bool] | None, least: int = 0) -> None:
-        for row in range(0 if is_computed else len(self.matchers)):
+    def wait(self, is_due: Callable[[], bool] | None, least: int = 0) -> None:
+        for row in range(0 if is_due else len(self.matchers)):
             self.wait_row(row)
 
     def wait_row(self, row: int) -> None:
@@ -104,18 +103,22 @@ class HeldRun(MaskRun):
             self.compute_row(row)
 
     def compute_row(self, row: int) -> None:
-        super().compute_row(row)
+        self.run.compute_row(row)
         if self._fails(self.matchers[row]):
-            self.errors[row] = RuntimeError("index out of bounds")
+            self.fail(row)
+
+    def fail(self, row: int) -> None:
+        self.errors[row] = RuntimeError("index out of bounds")
+        self.run.states[row] = FAILED
 
 
-class HeldMasks(MaskExecutor):
+class HeldMasks(LocalMatchers):
     """Holds the masks of some matchers until `release` finds that they are not held any longer."""
 
-    def __init__(self, is_held: Callable[[Matcher], bool]) -> None:
-        super().__init__()
+    def __init__(self, local: LocalMatchers, is_held: Callable[[RemoteMatcher], bool]) -> None:
+        self.executor, self.buffers = local.executor, local.buffers
         self.is_held = is_held
-        self.fails: Callable[[Matcher], bool] = lambda _: False
+        self.fails: Callable[[RemoteMatcher], bool] = lambda _: False
         """Returns True if the library fails to compute a mask."""
         self.most_held = 0.25
         """Fraction of the masks of a step that may be held. A step waits for three of four masks."""
@@ -125,8 +128,8 @@ class HeldMasks(MaskExecutor):
     def num_held(self) -> int:
         return sum(len(run.held) for run in self.runs)
 
-    def start(self, matchers: Sequence[Matcher], words: Words) -> MaskRun:
-        self.runs.append(HeldRun(matchers, words, self))
+    def start(self, matchers: Sequence[Any], buffer: int) -> HeldRun:
+        self.runs.append(HeldRun(matchers, self.words(buffer)[: len(matchers)], self))
         return self.runs[-1]
 
     def release(self) -> None:
@@ -136,22 +139,22 @@ class HeldMasks(MaskExecutor):
                     run.wait_row(row)
 
 
-def hold(h: GrammarHarness, is_held: Callable[[Matcher], bool]) -> HeldMasks:
-    """Let the logits of every step be computed at once, and hold masks."""
-    executor, masks = HeldMasks(is_held), h.scheduler.grammars.masks
+def hold(h: GrammarHarness, is_held: Callable[[RemoteMatcher], bool]) -> HeldMasks:
+    """Let every step be due at once, and hold masks."""
+    held, masks = HeldMasks(h.matchers, is_held), h.scheduler.grammars.masks
     assert masks is not None
-    masks.executor, start = executor, masks.start
+    masks.matchers, start = held, masks.start
 
     def release_first(*args: Any) -> StartedMasks | None:
-        executor.release()
+        held.release()
         return start(*args)
 
     masks.start = release_first  # type: ignore[method-assign]
     h.runner.is_computed = lambda: True
-    return executor
+    return held
 
 
-def make_late(h: GrammarHarness, rid: str) -> list[Matcher]:
+def make_late(h: GrammarHarness, rid: str) -> list[RemoteMatcher]:
     """Hold the masks of a request until it is removed from the returned list."""
     grammar = h.scheduler.requests[rid].grammar
     assert grammar is not None

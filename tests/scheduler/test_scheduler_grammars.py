@@ -15,8 +15,8 @@ from tests.grammar.conftest import EOS
 from tests.scheduler.constrained import SCHEMA, GrammarHarness, HeldRun, hold, make_late
 from tests.scheduler.fakes import VOCAB, FakeStep, Harness, allowed_tokens, generate, prompt, update
 from verl_server.grammar import compiler
-from verl_server.grammar.compiler import Matcher
 from verl_server.grammar.mask_executor import MaskExecutor
+from verl_server.grammar.matcher_client import RemoteMatcher
 from verl_server.grammar.source import Grammar, translate
 from verl_server.messages.io_struct import (
     ContinueGenerationReq,
@@ -182,6 +182,9 @@ def test_a_tokenizer_that_cannot_be_read_refuses_grammars_only() -> None:
     )
     h.add("r1", prompt(1, 9), 4)
     h.run()
+    (grammar,) = [req.grammar for req in h.scheduler.grammars.waiting.values()]
+    assert grammar is not None and grammar.start.exception(timeout=60) is not None
+    h.run()
     assert "does not permit constrained decoding" in (h.finished["s1"].message or "")
     assert h.finished["r1"].type == "length"
 
@@ -284,7 +287,7 @@ def test_a_matcher_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPat
     assert 0 < len(h.text("s1")) < 40 and len(h.text("s2")) == 9 and h.tokens["r1"] == generate(prompt(1, 9), 9, 0)
 
 
-@pytest.mark.parametrize("call", ["compiler.Matcher.write_mask", "mask_executor.MaskExecutor.consume"])
+@pytest.mark.parametrize("call", ["compiler.Matcher.write_mask", "mask_executor.LLExecutor.consume_token_par"])
 def test_a_failure_of_the_library_ends_the_constrained_requests_only(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,13 +361,12 @@ def test_random_arrivals_aborts_and_retractions() -> None:
 
 def test_copies_of_a_matcher_are_independent() -> None:
     h = GrammarHarness()
-    assert h.scheduler.grammars._compiler is not None
-    start: Matcher = h.scheduler.grammars._compiler.compile(translate(Grammar("regex", "a|b"), {}))
+    start = h.matchers.compiler.compile(translate(Grammar("regex", "a|b"), {}))
     first, second = start.copy(), start.copy()
     MaskExecutor().consume([(first, 69)])
     first.check()
     assert first.is_complete and not second.is_complete and not start.is_complete
-    assert h.scheduler.grammars._compiler.num_words == -(-VOCAB // 32)
+    assert h.matchers.compiler.num_words == -(-VOCAB // 32)
 
 
 def test_a_launch_that_runs_out_of_memory_after_the_masks_is_repeated() -> None:
@@ -447,9 +449,9 @@ def test_a_step_waits_for_one_mask_unless_a_row_is_free(has_free: bool, monkeypa
     make_late(h, "s1")
     waited, wait = [], HeldRun.wait
 
-    def noted(run: HeldRun, is_computed: Callable[[], bool] | None, least: int = 0) -> None:
+    def noted(run: HeldRun, is_due: Callable[[], bool] | None, least: int = 0) -> None:
         waited.append(least)
-        wait(run, is_computed, least)
+        wait(run, is_due, least)
 
     monkeypatch.setattr(HeldRun, "wait", noted)
     h.steps(6)
@@ -461,7 +463,7 @@ def test_a_late_mask_that_fails_ends_its_own_request() -> None:
     for i in range(1, 6):
         h.constrain(f"s{i}", "regex", "[a-f]{9}")
     h.compile()
-    slow: list[Matcher] = []
+    slow: list[RemoteMatcher] = []
     executor = hold(h, lambda matcher: matcher in slow)
     h.steps(2)
     grammar = h.scheduler.requests["s1"].grammar
@@ -470,8 +472,7 @@ def test_a_late_mask_that_fails_ends_its_own_request() -> None:
     h.steps(2)
     (run,) = [run for run in executor.runs if run.held]
     (row,) = run.held
-    run.errors[row] = RuntimeError("index out of bounds")
-    run._done[row] = 1
+    run.fail(row)
     h.run()
     assert h.finished["s1"].status_code == 500 and all(len(h.text(f"s{i}")) == 9 for i in range(2, 6))
 

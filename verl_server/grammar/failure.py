@@ -1,7 +1,17 @@
-"""`GrammarFailedError`. A process that loads no grammar library can name it."""
+"""What goes wrong after a grammar was compiled. A process that loads no grammar library can name these errors."""
 
 from __future__ import annotations
+
+from verl_server.errors import ServerUnavailableError
 
 
 class GrammarFailedError(Exception):
     """A matcher cannot continue. The message states the cause: it reached a limit, or it did not expect the token."""
+
+
+class GrammarLibraryError(Exception):
+    """The library failed by itself, in another process. The message has the type and the text of its error."""
+
+
+class MatchersLostError(ServerUnavailableError):
+    """The process that had the matcher has ended."""

@@ -1,7 +1,7 @@
 """`Grammars`: compiles the grammars of requests. Its `masks` computes the allowed next tokens of their outputs.
 
 The `Scheduler` owns it. A request whose grammar is not compiled yet waits here, not in the planner's queue. Threads
-compile. Text workers have tried out every grammar before, so a compilation ends.
+wait for the process that compiles. Text workers have tried out every grammar before, so a compilation ends.
 
 Each running request has a matcher, which advances by the tokens that were collected. So a retraction or a pause does
 not change the matcher. If a matcher fails, only its own request ends.
@@ -14,26 +14,18 @@ matcher.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-from verl_server.errors import BadRequestError
+from verl_server.grammar.matcher_client import MatcherClient, RemoteMatcher
 from verl_server.messages.io_struct import GrammarTokenizer
 from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.scheduler.schedule_batch import Req
-
-if TYPE_CHECKING:  # a server without grammars does not load llguidance
-    from verl_server.grammar.compiler import GrammarCompiler, Matcher
-    from verl_server.scheduler.step_masks import StepMasks
-
-logger = logging.getLogger(__name__)
+from verl_server.scheduler.step_masks import MOST_BUFFERS, StepMasks
 
 _THREADS = 4
 """Number of grammars that are compiled at the same time."""
@@ -53,9 +45,9 @@ _LONGEST = 4096
 class _Compiled:
     size: int
     """Bytes of a matcher, roughly."""
-    idle: list[Matcher] = field(default_factory=list)
+    idle: list[RemoteMatcher] = field(default_factory=list)
     """Idle matchers at the start of the output. A matcher serves one request at a time."""
-    original: Matcher | None = None
+    original: RemoteMatcher | None = None
     """The matcher of an expensive grammar. Each request uses a copy of it."""
 
 
@@ -73,23 +65,22 @@ class Grammars:
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         """Compiled grammars, the least recently used first."""
         self._size = 0
-        self._compiler: GrammarCompiler | None = None
+        self.make_matchers: Callable[[bytes, list[int], int, int, int], MatcherClient] = MatcherClient
+        """Makes the client of the process of the matchers, which starts with the first grammar."""
+        self._matchers: MatcherClient | None = None
         self._threads: ThreadPoolExecutor | None = None
 
     def load(self, message: GrammarTokenizer) -> None:
-        """Prepare the tokenizer, which takes a second with a large vocabulary."""
-        from verl_server.grammar.compiler import GrammarCompiler
-        from verl_server.scheduler.step_masks import StepMasks
-
-        try:
-            self._compiler = GrammarCompiler(message.tokenizer, message.eos_token_ids, self._vocab_size)
-        except BadRequestError as error:
-            self.refusal = str(error)
-            logger.info("Requests with a grammar are refused. %s", error)
-            return
+        """Accept grammars from now on, for this tokenizer."""
         eos = [token for token in message.eos_token_ids if 0 <= token < self._vocab_size]
-        self.masks = StepMasks(self._compiler.num_words, self._max_rows, eos, self._device)
+        self._matchers = self.make_matchers(message.tokenizer, eos, self._vocab_size, self._max_rows, MOST_BUFFERS)
+        self.masks = StepMasks(self._matchers, eos, self._device)
         self.refusal = None
+
+    def close(self) -> None:
+        """End the process of the matchers, if there is one. Idempotent."""
+        if self._matchers is not None:
+            self._matchers.close()
 
     # -- compilation -----------------------------------------------------------------------------------------
 
@@ -104,16 +95,25 @@ class Grammars:
             self._size += entry.size
             self._evict()
         self._compiled.move_to_end(grammar)
-        start: Future[Matcher]
-        if entry.idle:
+        start: Future[RemoteMatcher]
+        matcher = self._take_idle(entry)
+        if matcher is not None:
             start = Future()
-            start.set_result(entry.idle.pop())
-            self._size -= entry.size
+            start.set_result(matcher)
         else:
             start = self._compile(grammar, entry)
         req.grammar = RequestGrammar(grammar, start, sorted(req.stop_ids), req.spec.params.ignore_eos)
         if not start.done():
             self.waiting[req.rid] = req
+
+    def _take_idle(self, entry: _Compiled) -> RemoteMatcher | None:
+        """Remove and return an idle matcher. Those that are lost are removed on the way."""
+        while entry.idle:
+            matcher = entry.idle.pop()
+            self._size -= entry.size
+            if matcher.lost is None:
+                return matcher
+        return None
 
     def release(self, req: Req) -> None:
         """Keep the matcher of a request that ended for a later request with the same grammar."""
@@ -138,26 +138,22 @@ class Grammars:
             del self.waiting[req.rid]
         return done
 
-    def _compile(self, grammar: str, entry: _Compiled) -> Future[Matcher]:
-        from verl_server.grammar.compiler import COMPILER_STACK, stack_size
+    def _compile(self, grammar: str, entry: _Compiled) -> Future[RemoteMatcher]:
+        assert self._matchers is not None
+        matchers = self._matchers
 
-        assert self._compiler is not None
-        compiler = self._compiler
-
-        def work() -> Matcher:
-            if entry.original is not None:
+        def work() -> RemoteMatcher:
+            if entry.original is not None and entry.original.lost is None:
                 return entry.original.copy()
-            start = time.thread_time()
-            matcher = compiler.compile(grammar)
-            if time.thread_time() - start > _MOST_SECONDS or entry.size > _MOST_SIZE:
+            matcher = matchers.compile(grammar)
+            if matcher.compile_seconds > _MOST_SECONDS or entry.size > _MOST_SIZE:
                 entry.original = matcher
                 return matcher.copy()
             return matcher
 
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-compiler")
-        with stack_size(COMPILER_STACK):  # for the thread that `submit` may start
-            future = self._threads.submit(work)
+        future = self._threads.submit(work)
         future.add_done_callback(lambda _: self.on_compiled())
         return future
 

@@ -140,6 +140,7 @@ def run_rank(
             raise
         logger.info("Another rank had already ended: %s", error)
     finally:
+        scheduler.grammars.close()
         stager.close(_STAGER_GRACE)
         signal.set_wakeup_fd(-1)  # another file may get the number of the closed socket
         sockets.close()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from verl_server.errors import BadRequestError
-from verl_server.grammar.failure import GrammarFailedError
+from verl_server.errors import VerlServerError
+from verl_server.grammar.failure import GrammarFailedError, GrammarLibraryError
+from verl_server.grammar.mask_memory import Words
+from verl_server.grammar.mask_progress import MaskProgress
+from verl_server.grammar.matcher_client import RemoteMatcher
 from verl_server.messages.io_struct import FinishReason
-
-if TYPE_CHECKING:  # a server without grammars does not load llguidance
-    from verl_server.grammar.compiler import Matcher
-    from verl_server.grammar.mask_executor import MaskRun, Words
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +20,7 @@ logger = logging.getLogger(__name__)
 class LateMask:
     """The mask of a row that a step left out. The request's matcher must not be used until the row is done."""
 
-    run: MaskRun
+    run: MaskProgress
     row: int
     """Row of the run."""
     words: Words
@@ -32,7 +30,7 @@ class LateMask:
 class RequestGrammar:
     """The grammar of one request, and the matcher of its output."""
 
-    def __init__(self, source: str, start: Future[Matcher], stop_ids: list[int], ignore_eos: bool) -> None:
+    def __init__(self, source: str, start: Future[RemoteMatcher], stop_ids: list[int], ignore_eos: bool) -> None:
         self.source = source
         """The translated grammar."""
         self.start = start
@@ -42,27 +40,36 @@ class RequestGrammar:
         self.ignore_eos = ignore_eos
         """Allow EOS only where no other token is allowed."""
         self.error: BaseException | None = None
-        """A failure of the library."""
+        """Why the last mask, or the last token, could not be processed."""
+        self.is_complete = False
+        """True if the last token completed the output: the grammar allows nothing but an end."""
         self.late: LateMask | None = None
         """The mask that is still being computed, or that no step has used yet."""
-        self._matcher: Matcher | None = None
+        self._matcher: RemoteMatcher | None = None
 
     def compile_failure(self) -> FinishReason | None:
         """Return the finish reason if the compilation failed, else None. The compilation must have ended."""
         error = self.start.exception(timeout=0)
         return None if error is None else failed(error)
 
-    def open(self) -> Matcher:
+    def open(self) -> RemoteMatcher:
         """Return the matcher. The compilation must have ended."""
         if self._matcher is None:
             self._matcher = self.start.result(timeout=0)
         return self._matcher
 
-    def take_back(self) -> Matcher | None:
+    def is_lost(self) -> bool:
+        """Return True, and set `error`, if the process that had the matcher has ended."""
+        lost = (self._matcher or self.open()).lost  # a call for each row of a step
+        if lost is not None:
+            self.error = lost
+        return lost is not None
+
+    def take_back(self) -> RemoteMatcher | None:
         """Reset the matcher of an ended request and return it. Return None if it cannot be used again."""
         if not self.start.done() or self.start.exception() is not None or self.late is not None:
             return None
-        if self.failure() is not None:
+        if self.error is not None or self.is_lost():
             return None
         matcher = self.open()
         matcher.reset()
@@ -70,26 +77,22 @@ class RequestGrammar:
 
     def failure(self) -> FinishReason | None:
         """Return the reason if the last mask, or the last token, could not be processed."""
-        if self.error is not None:
-            return failed(self.error)
-        matcher = self._matcher or self.open()  # a call for each row of a step
-        return failed(GrammarFailedError(matcher.error())) if matcher.inner.is_error() else None
+        return None if self.error is None else failed(self.error)
 
     def end(self, token: int) -> FinishReason | None:
         """Return the finish reason if the request ends after `token`, else None. Call it after `token` was consumed."""
-        matcher = self._matcher or self.open()
-        # A matcher is stopped if no further token but EOS is allowed, or if it failed.
-        if self.error is None and not matcher.inner.is_stopped():
+        if self.error is None and not self.is_complete:
             return None
         return self.failure() or FinishReason(type="stop", matched=token)
 
 
 def failed(error: BaseException) -> FinishReason:
     """Return the finish reason of a request whose grammar failed with `error`."""
-    if isinstance(error, BadRequestError):
-        return FinishReason(type="abort", message=str(error), status_code=400)
+    if isinstance(error, VerlServerError):
+        return FinishReason(type="abort", message=str(error), status_code=error.status_code)
     if isinstance(error, GrammarFailedError):
         message = f"The grammar cannot be followed any further: {error}. Use a simpler grammar."
         return FinishReason(type="abort", message=message, status_code=400)
     logger.error("A grammar failed.", exc_info=error)
-    return FinishReason(type="abort", message=f"The grammar failed: {type(error).__name__}: {error}", status_code=500)
+    cause = str(error) if isinstance(error, GrammarLibraryError) else f"{type(error).__name__}: {error}"
+    return FinishReason(type="abort", message=f"The grammar failed: {cause}", status_code=500)

@@ -1,7 +1,8 @@
 """`StepMasks`: computes which tokens the rows of a step may sample, and advances the matchers by sampled tokens.
 
 `Grammars` makes it. The `StepPipeline` calls `start` and `finish` between the forward pass of a step and its sampling,
-and sends and plans between these calls, while threads compute. The `Scheduler` calls `consume` for each collected step.
+and sends and plans between these calls, while the process of the matchers computes. The `Scheduler` calls `consume` for
+each collected step.
 
 Most masks take some 7 microseconds to compute, and a few take milliseconds. A wait for the slow masks would delay all
 other rows. So the step samples no token for a row whose mask is late, and a later step uses the mask.
@@ -9,6 +10,7 @@ other rows. So the step samples no token for a row whose mask is late, and a lat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,13 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from verl_server.grammar.mask_executor import MaskExecutor, MaskRun, Words
+from verl_server.grammar.mask_memory import Words
+from verl_server.grammar.mask_progress import MaskProgress
+from verl_server.grammar.matcher_client import MatcherClient
 from verl_server.messages.io_struct import FinishReason
 from verl_server.sampling.spec import TokenMasks
 from verl_server.scheduler.request_grammar import LateMask, RequestGrammar
 from verl_server.scheduler.schedule_batch import Req
 
-_MOST_BUFFERS = 4
+logger = logging.getLogger(__name__)
+
+MOST_BUFFERS = 4
 """The most buffers. Each buffer has the masks of all rows. Late masks may occupy all buffers except one."""
 
 
@@ -39,9 +45,11 @@ class MaskedStep:
 
 @dataclass
 class _Buffer:
+    number: int
+    """Place of the buffer in the memory that the process of the matchers writes."""
     words: torch.Tensor
     """int32 [max_rows, words] on the host, pinned for CUDA. The step that reads it ends before the next write."""
-    run: MaskRun | None = None
+    run: MaskProgress | None = None
     """The run that writes into the buffer."""
     late: list[LateMask] = field(default_factory=list)
     """The late masks in the buffer."""
@@ -53,12 +61,15 @@ class _Buffer:
 
 @dataclass
 class StartedMasks:
-    """Masks that threads compute: from `StepMasks.start` to `StepMasks.finish`."""
+    """Masks that are being computed: from `StepMasks.start` to `StepMasks.finish`."""
 
     rows: list[tuple[int, Req, RequestGrammar]]
-    """(row of the step, request, its grammar). The rows without a late mask of an earlier step come first."""
+    """(row of the step, request, its grammar). First the rows whose masks are computed now, then those with a late mask
+    of an earlier step, then those whose matcher is lost."""
     num_fresh: int
-    """Number of rows without a late mask of an earlier step. Threads compute the masks of these rows."""
+    """Number of rows whose masks are computed now."""
+    num_lost: int
+    """Number of rows whose matcher is lost."""
     has_free: bool
     """True if a row of the step has no grammar."""
     buffer: _Buffer
@@ -67,59 +78,60 @@ class StartedMasks:
 
 
 class StepMasks:
-    def __init__(self, num_words: int, max_rows: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
-        """`num_words` is the number of words of a mask. `max_rows` is the most rows of a step."""
-        self.executor = MaskExecutor()
-        self._shape, self._pinned = (max_rows, num_words), device.type == "cuda"
+    def __init__(self, matchers: MatcherClient, eos_token_ids: Sequence[int], device: torch.device) -> None:
+        self.matchers = matchers
+        self._is_pinned = device.type == "cuda"
         self._buffers: list[_Buffer] = []
         eos = np.array(eos_token_ids, dtype=np.int64)
         self._eos_words, self._eos_shifts = eos // 32, eos % 32
         """Words of a mask that hold the bits of EOS tokens, and the places of the bits in these words."""
 
     def start(self, sampled: Sequence[Req]) -> StartedMasks | None:
-        """Start to compute the masks for the rows of a step in threads. Return None if no row needs a mask.
+        """Start to compute the masks for the rows of a step. Return None if no row needs a mask.
 
         `sampled` are the requests of the step. Their earlier tokens must have been consumed. A request that ended has
-        no mask. Until `finish`, no request of `sampled` may end, because the matchers belong to the threads.
+        no mask. Until `finish`, no request of `sampled` may end, because the matchers are in use.
         """
         fresh: list[tuple[int, Req, RequestGrammar]] = []
         late: list[tuple[int, Req, RequestGrammar]] = []
+        lost: list[tuple[int, Req, RequestGrammar]] = []
         has_free = False
         for row, req in enumerate(sampled):
-            if req.row >= 0 and req.grammar is not None:
-                (fresh if req.grammar.late is None else late).append((row, req, req.grammar))
+            if req.row >= 0 and (grammar := req.grammar) is not None:
+                (late if grammar.late is not None else lost if grammar.is_lost() else fresh).append((row, req, grammar))
             elif req.row >= 0:
                 has_free = True
-        if not fresh and not late:
+        rows = fresh + late + lost
+        if not rows:
             return None
         buffer = self._take_buffer()
-        words = buffer.words[: len(fresh) + len(late)]
         if fresh:
-            matchers = [grammar.open() for _, _, grammar in fresh]
-            buffer.run = self.executor.start(matchers, words.numpy()[: len(fresh)])
-        return StartedMasks(fresh + late, len(fresh), has_free, buffer, words)
+            buffer.run = self.matchers.start([grammar.open() for _, _, grammar in fresh], buffer.number)
+        return StartedMasks(rows, len(fresh), len(lost), has_free, buffer, buffer.words[: len(rows)])
 
-    def finish(self, started: StartedMasks | None, is_computed: Callable[[], bool] | None) -> MaskedStep:
+    def finish(self, started: StartedMasks | None, is_due: Callable[[], bool] | None) -> MaskedStep:
         """Wait for the masks that `start` started.
 
-        `is_computed` returns True when the logits of the step are computed. A mask that is not ready at that time is
-        late. If `is_computed` is None, no mask is late.
+        `is_due` returns True when the device waits for the sampling of the step, or soon will. A mask that is not ready
+        at that time is late. If `is_due` is None, no mask is late.
         """
         step = MaskedStep(None, [], [])
         if started is None:
             return step
         rows, num_fresh, buffer = started.rows, started.num_fresh, started.buffer
+        num_started = len(rows) - started.num_lost
         bits: Words = started.words.numpy()
         ready = bytearray(len(rows))
         if num_fresh:
             assert buffer.run is not None
             # A step without any token would be a waste.
-            buffer.run.wait(is_computed, least=0 if started.has_free else 1)
+            buffer.run.wait(is_due, least=0 if started.has_free else 1)
             ready[:num_fresh] = buffer.run.done
             buffer.late = _mark(buffer.run, [grammar for _, _, grammar in rows[:num_fresh]], bits, ready)
-        waits = is_computed is None or (not num_fresh and not started.has_free)
-        for place in range(num_fresh, len(rows)):
+        waits = is_due is None or (not num_fresh and not started.has_free)
+        for place in range(num_fresh, num_started):
             ready[place] = _take_late(rows[place][2], bits[place], wait=waits)
+        ready[num_started:] = bytes([1]) * started.num_lost
         for is_ready, (_, req, grammar) in zip(ready, rows, strict=True):
             if not is_ready:
                 step.late.append(req)
@@ -134,13 +146,15 @@ class StepMasks:
 
     def consume(self, pairs: Sequence[tuple[RequestGrammar, int]]) -> None:
         """Advance the matcher of each grammar by its token. Then `RequestGrammar.end` says if its request ends."""
+        pairs = [(grammar, token) for grammar, token in pairs if not grammar.is_lost()]
         if not pairs:
             return
-        try:
-            self.executor.consume([(grammar.open(), token) for grammar, token in pairs])
-        except BaseException as error:  # a panic of llguidance is no Exception
-            for grammar, _ in pairs:
-                grammar.error = error
+        outcomes = self.matchers.consume([(grammar.open(), token) for grammar, token in pairs])
+        for (grammar, _), outcome in zip(pairs, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                grammar.error = outcome
+            else:
+                grammar.is_complete = outcome
 
     def _take_buffer(self) -> _Buffer:
         """Return a buffer that no run writes into. If late masks occupy all buffers, wait for the oldest late mask."""
@@ -148,8 +162,8 @@ class StepMasks:
             if buffer.is_free:
                 break
         else:
-            if len(self._buffers) < _MOST_BUFFERS:
-                buffer = _Buffer(torch.zeros(self._shape, dtype=torch.int32, pin_memory=self._pinned))
+            if len(self._buffers) < MOST_BUFFERS:
+                buffer = self._open_buffer(len(self._buffers))
             else:
                 buffer = self._buffers[0]
                 assert buffer.run is not None
@@ -159,6 +173,14 @@ class StepMasks:
             late.words = late.words.copy()
         buffer.late = []
         return buffer
+
+    def _open_buffer(self, number: int) -> _Buffer:
+        words = torch.from_numpy(self.matchers.words(number))
+        if self._is_pinned:
+            code = torch.cuda.cudart().cudaHostRegister(words.data_ptr(), words.nbytes, 0)  # type: ignore[no-untyped-call]
+            if code != 0:
+                logger.warning("The masks of grammars cannot be pinned (CUDA error %s): steps wait for copies.", code)
+        return _Buffer(number, words)
 
     def _adjust_ends(self, bits: Words, grammar: RequestGrammar) -> None:
         """Set which tokens may end the output, in the mask of a row that allows EOS."""
@@ -171,15 +193,16 @@ class StepMasks:
                 bits[:] = others
 
 
-def _mark(run: MaskRun, grammars: list[RequestGrammar], bits: Words, ready: bytearray) -> list[LateMask]:
+def _mark(run: MaskProgress, grammars: list[RequestGrammar], bits: Words, ready: bytearray) -> list[LateMask]:
     """Set and return the `late` masks of the rows of the run that are not `ready`. Record the errors of the others."""
     late = []
     for row, grammar in enumerate(grammars):
         if not ready[row]:
             grammar.late = LateMask(run, row, bits[row])
             late.append(grammar.late)
-    for row, error in list(run.errors.items()):  # threads may still add to it
-        grammars[row].error = error
+    for row in run.failed_rows():
+        if ready[row]:  # a row that failed meanwhile is late
+            grammars[row].error = run.error(row)
     return late
 
 
@@ -189,10 +212,13 @@ def _take_late(grammar: RequestGrammar, bits: Words, *, wait: bool) -> bool:
     assert late is not None
     if wait:
         late.run.wait_row(late.row)
+    else:
+        late.run.check()
     if not late.run.is_done(late.row):
         return False
     bits[:], grammar.late = late.words, None
-    grammar.error = late.run.errors.get(late.row)
+    if late.row in late.run.failed_rows():
+        grammar.error = late.run.error(late.row)
     return True
 
 

@@ -8,7 +8,7 @@ computed meanwhile. So step n+1 is planned before the tokens of step n are known
 does not overlap steps, every step is collected in the turn that launched it.
 
 If grammars constrain step n+1, step n is collected between the forward pass and the sampling of step n+1, because the
-masks follow from its tokens. While threads compute the masks, the tokens are sent and step n+2 is planned ahead. So
+masks follow from its tokens. While the masks are computed, the tokens are sent and step n+2 is planned ahead. So
 little is left to do after the masks, when the device waits for the sampling of step n+1 and the forward pass of step
 n+2. The next turn launches step n+2 as it was planned, unless a request ended or may be admitted meanwhile: then the
 turn plans step n+2 again. So the steps are those of an engine that never plans ahead.
@@ -129,12 +129,10 @@ class StepPipeline:
 
     # -- launching -----------------------------------------------------------------------------------------------
 
-    def _masks(
-        self, batch: ScheduleBatch, only_started: bool, is_computed: Callable[[], bool] | None
-    ) -> TokenMasks | None:
+    def _masks(self, batch: ScheduleBatch, only_started: bool, is_due: Callable[[], bool] | None) -> TokenMasks | None:
         """Return the masks for the sampling of `batch`, whose forward pass was launched.
 
-        `is_computed` is as in `StepMasks.finish`. If the matcher of a request failed, the request ends with the
+        `is_due` is as in `StepMasks.finish`. If the matcher of a request failed, the request ends with the
         reason. If the mask of a request is late, the request samples no token in this step.
         """
         self._read()
@@ -144,8 +142,8 @@ class StepPipeline:
         try:
             self._owner.emit()
             self._plan_ahead(batch, only_started)
-        finally:  # the matchers belong to the threads, so no request may end before
-            step = masks.finish(started, is_computed)
+        finally:  # the matchers are in use, so no request may end before
+            step = masks.finish(started, is_due)
         batch.leave_out(step.late)
         if self._planned is not None and not self._planned.repeat(step.late):
             self._drop_planned()

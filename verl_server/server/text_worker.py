@@ -17,9 +17,8 @@ import msgspec
 
 from verl_server.chat.templates import ChatTemplates
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.ipc.blocking_messages import BlockingMessages
 from verl_server.ipc.child_process import child_main
-from verl_server.ipc.message_socket import MessageSocket
-from verl_server.ipc.readiness import wait_readable, wait_writable
 from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
 from verl_server.server.dialects.openai.reading import CHAT, COMPLETION
 from verl_server.server.dialects.openai.responses_request import RESPONSES
@@ -76,29 +75,8 @@ def do_job(tools: TextTools, name: str, body: bytes) -> Answer:
         return Answer(400, memoryview(b"There is too little memory for the text of this request."))
 
 
-class _Requests:
-    """The worker's end of the socket. `receive` and `send` block."""
-
-    def __init__(self, fd: int) -> None:
-        self._messages = MessageSocket(socket.socket(fileno=fd))
-        self._waiting: list[bytes] = []
-
-    def receive(self) -> bytes | None:
-        """Return the next message, or None if the parent has closed the socket."""
-        while not self._waiting and not self._messages.is_closed:
-            wait_readable(self._messages)
-            self._waiting += self._messages.receive()
-        return self._waiting.pop(0) if self._waiting else None
-
-    def send(self, message: bytes) -> None:
-        self._messages.send(message)
-        while self._messages.unsent:
-            wait_writable(self._messages)
-            self._messages.flush()
-
-
 def _work(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
-    requests = _Requests(argument["socket"])
+    requests = BlockingMessages(socket.socket(fileno=argument["socket"]))
     with contextlib.suppress(OSError):
         os.nice(argument["niceness"])
     setup = requests.receive()

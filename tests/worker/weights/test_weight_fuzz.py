@@ -23,6 +23,7 @@ import torch
 
 from tests.depth import at_depth
 from tests.grammar.conftest import EOS
+from tests.grammar.local_matchers import LocalMatchers
 from tests.parity.mixed_requests import grammar_tokenizer
 from tests.scheduler.fakes import FakeModelRunner, Harness, generate, logprob_of, prompt
 from tests.scheduler.monkey import Shadow
@@ -286,6 +287,7 @@ class WeighedHarness(Harness):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self.scheduler.grammars.make_matchers = LocalMatchers
         self.scheduler.handle(grammar_tokenizer())
         self.asked: dict[str, TokenizedGenerateReq] = {}
 

@@ -1,0 +1,77 @@
+"""`MaskProgress`: which masks of a step are written, seen by the scheduler, which waits for them.
+
+`MatcherClient.start` returns one for each step, and `StepMasks` waits. Whoever writes a mask sets the state of its row
+afterwards, in memory that both share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from verl_server.grammar.mask_memory import FAILED, PENDING, States
+
+_POLL_SECONDS = 1e-4
+"""Seconds between two looks at the states. If no mask becomes ready meanwhile, those that are left count as slow."""
+_LEAST_READY = 0.75
+"""Fraction of the masks for which a step waits even if the others are slow."""
+_MOST_SLOW = 8
+"""Number of slow masks that a step leaves out even if they are more than a quarter of its rows."""
+
+
+class MaskProgress:
+    """The masks of one step. No other code may use the matcher of a row until the row is done."""
+
+    def __init__(self, states: States, error: Callable[[int], BaseException], check: Callable[[], None]) -> None:
+        """`states` uint8 [rows] are changed by those who write the masks.
+
+        `error` returns why a row failed. `check` is called while rows are waited for: it lets all rows fail that nobody
+        computes any more.
+        """
+        self._states = states
+        self.error, self.check = error, check
+
+    def is_done(self, row: int) -> bool:
+        """Return True if the mask of the row is written, or could not be computed."""
+        return bool(self._states[row] != PENDING)
+
+    @property
+    def done(self) -> bytes:
+        """A snapshot with 1 for each row that is done, else 0."""
+        return (self._states != PENDING).tobytes()
+
+    @property
+    def all_done(self) -> bool:
+        return self._num_done() == len(self._states)
+
+    def failed_rows(self) -> Iterable[int]:
+        """Return the rows whose mask could not be computed, so far."""
+        rows: list[int] = np.flatnonzero(self._states == FAILED).tolist()
+        return rows
+
+    def wait(self, is_due: Callable[[], bool] | None, least: int = 0) -> None:
+        """Wait until all rows are done, or until the step is due and only slow rows are left.
+
+        At least `least` rows are done then. With `is_due` None, wait for all rows.
+        """
+        count, before = len(self._states), -1
+        enough = max(least, min(int(_LEAST_READY * count), count - _MOST_SLOW))
+        while (done := self._num_done()) < count:
+            if done == before and done >= enough and is_due is not None and is_due():
+                return
+            before = done
+            self._wait_a_moment()
+
+    def wait_row(self, row: int) -> None:
+        """Wait until the row is done."""
+        while not self.is_done(row):
+            self._wait_a_moment()
+
+    def _num_done(self) -> int:
+        return int(np.count_nonzero(self._states))
+
+    def _wait_a_moment(self) -> None:
+        time.sleep(_POLL_SECONDS)
+        self.check()

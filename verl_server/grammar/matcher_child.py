@@ -1,0 +1,173 @@
+"""`MatcherChild`: one process of matchers, from its start to its end, as its scheduler sees it.
+
+`MatcherClient` makes it, and makes another one after this one has ended. Each wait has a bound. A process that does not
+answer in time is killed, so that a process is either alive and answers, or lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+from collections import deque
+from queue import SimpleQueue
+from typing import NoReturn
+
+import msgspec
+
+from verl_server.errors import ServerLaunchError
+from verl_server.grammar.failure import MatchersLostError
+from verl_server.grammar.mask_memory import MaskMemory
+from verl_server.grammar.matcher_messages import (
+    BROKEN,
+    COMPLETE,
+    Answer,
+    Call,
+    Consume,
+    Explain,
+    Setup,
+    Start,
+    error_of,
+)
+from verl_server.ipc.blocking_messages import BlockingMessages
+from verl_server.ipc.child_process import ChildProcess, describe_exit
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 120.0
+"""Seconds for the start of the process and for reading the tokenizer."""
+_CALL_SECONDS = 60.0
+"""Seconds for a compilation. Text workers have tried out every grammar before."""
+STEP_SECONDS = 20.0
+"""Seconds after which a process that does not advance matchers, or does not write masks, is killed.
+
+The limits of llguidance let a mask take some milliseconds.
+"""
+_CONNECTIONS = 4
+"""Number of grammars that are compiled at the same time."""
+
+
+class MatcherChild:
+    def __init__(self, memory: MaskMemory, tokenizer: bytes, eos_token_ids: list[int], vocab_size: int) -> None:
+        """Start the process. Raise MatchersLostError if it does not start, BadRequestError for its tokenizer."""
+        self.numbers = itertools.count()
+        """Numbers for matchers."""
+        self.reset: deque[int] = deque()
+        """Matchers to reset before the next step."""
+        self.dropped: deque[int] = deque()
+        """Matchers that nobody uses any more. Threads append to it."""
+        self.lost: MatchersLostError | None = None
+        """Why the process cannot be used any more."""
+        self._losing = threading.Lock()
+        pairs = [socket.socketpair() for _ in range(1 + _CONNECTIONS)]
+        self._steps, *calls = [BlockingMessages(ours) for ours, _ in pairs]
+        self._calls: SimpleQueue[BlockingMessages] = SimpleQueue()
+        theirs = [end.fileno() for _, end in pairs]
+        argument = {"steps": theirs[0], "calls": theirs[1:], "memory": memory.fd}
+        self._child = ChildProcess(
+            "matchers", "verl_server.grammar.matcher_process", argument, pass_fds=(*theirs, memory.fd)
+        )
+        for _, end in pairs:
+            end.close()
+        layout = memory.layout
+        setup = Setup(tokenizer, eos_token_ids, vocab_size, layout.buffers, layout.rows, layout.num_words)
+        try:
+            self._child.wait_ready(_START_SECONDS)
+        except ServerLaunchError as error:
+            self.lose(f"did not start: {error}")
+        self._ask(self._steps, msgspec.msgpack.encode(setup), _START_SECONDS)
+        for messages in calls:
+            self._calls.put(messages)
+
+    # -- called by threads that compile ------------------------------------------------------------------------------
+
+    def call(self, message: Call) -> Answer:
+        """Return the answer of a call. Raise its error, or MatchersLostError."""
+        messages = self._calls.get()
+        try:
+            return self._ask(messages, msgspec.msgpack.encode(message), _CALL_SECONDS)
+        finally:
+            self._calls.put(messages)
+
+    # -- called by the main thread -----------------------------------------------------------------------------------
+
+    def consume(self, matchers: list[int], tokens: list[int]) -> list[bool | BaseException]:
+        """Advance matchers by tokens. Return for each whether its output is complete, or why it failed."""
+        try:
+            message = Consume(matchers, tokens, _take(self.reset), _take(self.dropped))
+            states = self._request(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
+        except MatchersLostError as error:
+            return [error] * len(matchers)
+        return [
+            self.explain(number) if state == BROKEN else state == COMPLETE
+            for number, state in zip(matchers, states, strict=True)
+        ]
+
+    def start(self, buffer: int, matchers: list[int]) -> None:
+        """Compute masks into a buffer. If the process has ended, nobody computes them."""
+        with contextlib.suppress(MatchersLostError):
+            message = Start(buffer, matchers, _take(self.reset), _take(self.dropped))
+            self._send(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
+
+    def explain(self, matcher: int) -> BaseException:
+        """Return why a matcher failed."""
+        try:
+            self._ask(self._steps, msgspec.msgpack.encode(Explain(matcher)), STEP_SECONDS)
+        except Exception as error:
+            return error
+        raise AssertionError("a matcher that failed has an error")
+
+    def check(self) -> None:
+        """Set `lost` if the process has ended."""
+        if self.lost is None and self._child.poll() is not None:
+            self.lose()
+
+    def lose(self, why: str = "") -> None:
+        """Kill the process and set `lost`. Safe in any thread, and idempotent."""
+        with self._losing:
+            if self.lost is not None:
+                return
+            code = self._child.terminate(grace=0.0)
+            why = why or f"ended with {describe_exit(code)}"
+            self.lost = MatchersLostError(
+                f"The process that computes the masks of grammars {why}. Send the request again: the next one with a "
+                "grammar starts another process."
+            )
+            logger.error("%s%s", self.lost, self._child.log_tail())
+
+    def _ask(self, messages: BlockingMessages, message: bytes, seconds: float) -> Answer:
+        answer = msgspec.msgpack.decode(self._request(messages, message, seconds), type=Answer)
+        if (error := error_of(answer)) is not None:
+            raise error
+        return answer
+
+    def _request(self, messages: BlockingMessages, message: bytes, seconds: float) -> bytes:
+        """Send a message and return what follows it. Raise MatchersLostError."""
+        self._send(messages, message, seconds)
+        try:
+            answer = messages.receive(seconds)
+        except TimeoutError:
+            self._raise_lost(f"did not answer within {seconds:g} s and was killed")
+        if answer is None:
+            self._raise_lost()
+        return answer
+
+    def _send(self, messages: BlockingMessages, message: bytes, seconds: float) -> None:
+        if self.lost is not None:
+            raise self.lost
+        try:
+            messages.send(message, seconds)
+        except TimeoutError:
+            self._raise_lost(f"read no message within {seconds:g} s and was killed")
+
+    def _raise_lost(self, why: str = "") -> NoReturn:
+        self.lose(why)
+        assert self.lost is not None
+        raise self.lost
+
+
+def _take(numbers: deque[int]) -> list[int]:
+    """Remove and return what is in `numbers` now. Other threads may append meanwhile."""
+    return [numbers.popleft() for _ in range(len(numbers))]

@@ -1,0 +1,149 @@
+"""The process of the matchers: the entry of `ChildProcess("matchers", "verl_server.grammar.matcher_process")`.
+
+A scheduler's `MatcherClient` starts it when the first request has a grammar. It compiles grammars, has the matchers of
+all requests, advances them by the sampled tokens, and writes masks into the `MaskMemory`. Threads that compute masks
+take turns at the interpreter's lock, so in the scheduler's process they would hold up the launches of steps.
+
+The main thread serves steps. Each connection for calls has a thread. Like all children, the process ends with its
+parent.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+from verl_server.grammar.compiler import COMPILER_STACK, GrammarCompiler, Matcher, stack_size
+from verl_server.grammar.mask_executor import MaskExecutor, MaskRun
+from verl_server.grammar.mask_memory import MaskLayout, MaskMemory
+from verl_server.grammar.matcher_messages import (
+    BROKEN,
+    COMPLETE,
+    GOES_ON,
+    Answer,
+    Call,
+    Compile,
+    Consume,
+    Explain,
+    Setup,
+    Start,
+    StepMessage,
+    answer_of,
+)
+from verl_server.ipc.blocking_messages import BlockingMessages
+from verl_server.ipc.child_process import child_main
+
+
+class MatcherServer:
+    """The matchers of a scheduler's requests, by the numbers that the scheduler gave them."""
+
+    def __init__(self, compiler: GrammarCompiler, memory: MaskMemory) -> None:
+        self.compiler = compiler
+        self._memory, self._executor = memory, MaskExecutor()
+        self._matchers: dict[int, Matcher] = {}
+        self._errors: dict[int, BaseException] = {}
+        """Why matchers failed."""
+
+    def call(self, message: Call) -> Answer:
+        """Make a matcher. Called by several threads."""
+        start = time.thread_time()
+        try:
+            if isinstance(message, Compile):
+                self._matchers[message.matcher] = self.compiler.compile(message.grammar)
+            else:
+                self._matchers[message.matcher] = self._matchers[message.of].copy()
+        except BaseException as error:  # a panic of llguidance is no Exception
+            return answer_of(error)
+        return Answer(time.thread_time() - start)
+
+    def consume(self, message: Consume) -> bytes:
+        self._forget(message.reset, message.dropped)
+        matchers = [self._matchers[number] for number in message.matchers]
+        outcomes = self._executor.consume(list(zip(matchers, message.tokens, strict=True)))
+        states = bytearray()
+        for number, outcome in zip(message.matchers, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                self._errors[number] = outcome
+                states.append(BROKEN)
+            else:
+                states.append(COMPLETE if outcome else GOES_ON)
+        return bytes(states)
+
+    def start(self, message: Start) -> None:
+        self._forget(message.reset, message.dropped)
+        buffer, rows = message.buffer, len(message.matchers)
+        matchers = [self._matchers[number] for number in message.matchers]
+        words, states = self._memory.words(buffer, rows), self._memory.states(buffer, rows)
+
+        def note(row: int, error: BaseException) -> None:
+            self._errors[message.matchers[row]] = error
+
+        self._executor.start(MaskRun(matchers, words, states, note))
+
+    def explain(self, message: Explain) -> Answer:
+        return answer_of(self._errors[message.matcher])
+
+    def _forget(self, reset: list[int], dropped: list[int]) -> None:
+        for number in reset:
+            if (matcher := self._matchers.get(number)) is not None:
+                matcher.reset()
+        for number in dropped:
+            self._matchers.pop(number, None)  # a grammar that was refused has no matcher
+            self._errors.pop(number, None)
+
+
+def _serve_calls(server: MatcherServer, messages: BlockingMessages) -> None:
+    decoder = msgspec.msgpack.Decoder(Call)
+    while (data := messages.receive()) is not None:
+        messages.send(msgspec.msgpack.encode(server.call(decoder.decode(data))))
+
+
+def _serve_steps(server: MatcherServer, messages: BlockingMessages) -> None:
+    decoder = msgspec.msgpack.Decoder(StepMessage)
+    while (data := messages.receive()) is not None:
+        match decoder.decode(data):
+            case Consume() as message:
+                messages.send(server.consume(message))
+            case Start() as message:
+                server.start(message)
+            case Explain() as message:
+                messages.send(msgspec.msgpack.encode(server.explain(message)))
+
+
+def _set_up(setup: Setup, memory: int) -> MatcherServer:
+    layout = MaskLayout(setup.buffers, setup.rows, setup.num_words)
+    compiler = GrammarCompiler(setup.tokenizer, setup.eos_token_ids, setup.vocab_size)
+    return MatcherServer(compiler, MaskMemory(layout, memory))
+
+
+def run_matchers(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
+    """Serve the scheduler until it closes the connection of steps. `child_main` calls this function.
+
+    `argument` has the descriptors: "steps", "calls" (a list) and "memory".
+    """
+    steps = BlockingMessages(socket.socket(fileno=argument["steps"]))
+    calls = [BlockingMessages(socket.socket(fileno=fd)) for fd in argument["calls"]]
+    ready({})
+    data = steps.receive()
+    if data is None:
+        return
+    try:
+        server = _set_up(msgspec.msgpack.decode(data, type=Setup), argument["memory"])
+    except BadRequestError as error:
+        steps.send(msgspec.msgpack.encode(answer_of(error)))
+        return
+    steps.send(msgspec.msgpack.encode(Answer()))
+    with stack_size(COMPILER_STACK):
+        for messages in calls:
+            threading.Thread(target=_serve_calls, args=(server, messages), name="grammar-compiler", daemon=True).start()
+    _serve_steps(server, steps)
+
+
+if __name__ == "__main__":
+    child_main(run_matchers)
