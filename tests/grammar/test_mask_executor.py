@@ -5,98 +5,65 @@ from __future__ import annotations
 import threading
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
+from tests.grammar.local_matchers import LocalProgress
+from tests.grammar.slow_matchers import SlowMatcher, slow_matchers
 from verl_server.grammar import mask_executor
-from verl_server.grammar.compiler import Matcher
 from verl_server.grammar.mask_executor import MaskExecutor
 
-_TIMEOUT = 20
 
-
-class SlowMatcher:
-    """Writes its mask when `may_end` is set."""
-
-    def __init__(self, may_end: bool) -> None:
-        self.began, self.may_end, self.error = threading.Event(), threading.Event(), False
-        if may_end:
-            self.may_end.set()
-
-    def write_mask(self, address: int, num_bytes: int) -> None:
-        self.began.set()
-        assert self.may_end.wait(_TIMEOUT)
-        if self.error:
-            raise RuntimeError("index out of bounds")
-
-
-def matchers(slow: set[int], count: int) -> tuple[list[SlowMatcher], list[Matcher], Any]:
-    made = [SlowMatcher(row not in slow) for row in range(count)]
-    return made, cast("list[Matcher]", made), np.zeros((count, 4), dtype=np.int32)
-
-
-def done(run: mask_executor.MaskRun, count: int) -> list[int]:
-    return [row for row in range(count) if run.is_done(row)]
+def started(given: Any, words: Any) -> LocalProgress:
+    progress = LocalProgress(given, words)
+    MaskExecutor().start(progress.run)
+    return progress
 
 
 def test_other_threads_go_on_when_slow_masks_hold_threads_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_executor, "_THREADS", 4)
-    made, given, words = matchers({0, 1, 2}, 40)
-    run = MaskExecutor().start(given, words)
-    run.wait(lambda: True)
+    made, given, words = slow_matchers({0, 1, 2}, 40)
+    progress = started(given, words)
     for row in range(3, 40):
-        run.wait_row(row)
-    assert done(run, 40) == list(range(3, 40)) and not run.all_done
+        progress.wait_row(row)
+    assert progress.done == bytes(3) + b"\x01" * 37 and not progress.all_done
     for matcher in made:
         matcher.may_end.set()
-    run.wait(None)
-    assert run.all_done and not run.errors
+    progress.wait(None)
+    assert progress.all_done and not progress.errors
 
 
-def test_it_waits_for_slow_rows_while_the_logits_are_computed() -> None:
-    made, given, words = matchers({1}, 8)
-    answers = iter([False, False, True])
-
-    def is_computed() -> bool:
-        if computed := next(answers):
-            made[1].may_end.set()
-            run.wait_row(1)
-        return computed
-
-    run = MaskExecutor().start(given, words)
-    run.wait(is_computed)
-    assert run.all_done and not list(answers)
-
-
-def test_it_waits_for_the_least_number_of_rows() -> None:
-    made, given, words = matchers({0}, 1)
-    threading.Thread(target=lambda: (made[0].began.wait(_TIMEOUT), made[0].may_end.set())).start()
-    run = MaskExecutor().start(given, words)
-    run.wait(lambda: True, least=1)
-    assert run.all_done
-
-
-def test_most_rows_are_waited_for_even_if_all_threads_are_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_slow_masks_than_threads_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_executor, "_THREADS", 2)
-    made, given, words = matchers({0, 1, 2}, 16)
-
-    def end_two() -> None:
-        for matcher in made[:2]:
-            matcher.began.wait(_TIMEOUT)
-        for matcher in made[:2]:
-            matcher.may_end.set()
-
-    threading.Thread(target=end_two).start()
-    run = MaskExecutor().start(given, words)
-    run.wait(lambda: True)
-    assert len(done(run, 16)) >= 12 and not run.is_done(2)
-    made[2].may_end.set()
-    run.wait(None)
+    made, given, words = slow_matchers({0, 1}, 16)
+    progress = started(given, words)
+    assert all(matcher.began.wait(20) for matcher in made[:2]) and not any(progress.done)
+    made[0].may_end.set()
+    for row in range(2, 16):
+        progress.wait_row(row)
+    assert not progress.is_done(1)
+    made[1].may_end.set()
+    progress.wait(None)
 
 
 def test_an_error_of_one_row_is_kept_for_the_row() -> None:
-    made, given, words = matchers(set(), 3)
-    made[1].error = True
-    run = MaskExecutor().start(given, words)
-    run.wait(None)
-    assert run.all_done and list(run.errors) == [1]
+    made, given, words = slow_matchers(set(), 3)
+    made[1].error = RuntimeError("index out of bounds")
+    progress = started(given, words)
+    progress.wait(None)
+    assert progress.all_done and list(progress.failed_rows()) == [1] == list(progress.errors)
+    assert progress.error(1) is made[1].error
+
+
+def test_threads_are_woken_for_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of few rows wakes few threads."""
+    monkeypatch.setattr(mask_executor, "_THREADS", 8)
+    names = set()
+
+    class Named(SlowMatcher):
+        def write_mask(self, address: int, num_bytes: int) -> None:
+            names.add(threading.current_thread().ident)
+
+    given = cast("Any", [Named(may_end=True) for _ in range(4)])
+    progress = started(given, slow_matchers(set(), 4)[2])
+    progress.wait(None)
+    assert len(names) == 1

@@ -40,7 +40,8 @@ class MaskProgress:
     @property
     def done(self) -> bytes:
         """A snapshot with 1 for each row that is done, else 0."""
-        return (self._states != PENDING).tobytes()
+        done: bytes = (self._states != PENDING).tobytes()
+        return done
 
     @property
     def all_done(self) -> bool:

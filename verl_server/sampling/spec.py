@@ -95,7 +95,7 @@ class TokenMasks:
 MakeMasks = Callable[[Callable[[], bool] | None], TokenMasks | None]
 """Returns the masks for sampling a step. A launch calls it after it has launched the step's forward pass.
 
-The argument returns True when the logits of the step are computed. It is None if steps do not overlap.
+The argument returns True when the device waits for the sampling, or soon will. It is None if steps do not overlap.
 """
 
 

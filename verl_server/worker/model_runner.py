@@ -37,6 +37,7 @@ from verl_server.worker.device import DeviceMemory, set_threads, synchronize
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
 from verl_server.worker.kv_cache import KVCache, page_bytes
+from verl_server.worker.logits_clock import LogitsClock
 from verl_server.worker.memory_account import Memory, MemoryAccount, Needs, cpu_budget
 from verl_server.worker.memory_check import check_memory, log_capacity
 from verl_server.worker.memory_needs import memory_needs
@@ -59,11 +60,15 @@ class RunningStep:
     """Log-probabilities of prompts."""
     done: torch.cuda.Event | None = None
     """Event after the last copy to the host. None on the CPU, where the launch computes the step."""
+    clock: LogitsClock | None = None
+    """Is told when the step is finished, if the step has masks."""
 
     def result(self) -> ForwardOutput:
         """Wait until the step is computed and return its output."""
         if self.done is not None:
             self.done.synchronize()
+        if self.clock is not None:
+            self.clock.step_read()
         output = ForwardOutput([], [], [], []) if self.sampled is None else self.sampled.read()
         for prompt in self.prompt:
             output.prompt_logprobs |= prompt.read()
@@ -124,6 +129,7 @@ class ModelRunner:
         start.mark("kv_cache")
         self.sampler = Sampler(self.vocab_size, device, choice.sampling)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
+        self._clock = LogitsClock(lambda: torch.cuda.Event(enable_timing=True)) if self.overlaps else None  # type: ignore[no-untyped-call]
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
         """int64 [rows + 1]: the token that the latest step sampled for each row. The next step reads it on the device.
         """
@@ -170,6 +176,8 @@ class ModelRunner:
             return self._launch(batch, specs, make_masks)
         except Exception:
             self.sampler.forget()
+            if self._clock is not None:
+                self._clock.forget()
             raise
 
     def step_bytes(self, spec: SampleSpec) -> int:
@@ -186,6 +194,8 @@ class ModelRunner:
         placement = self.kv.place(batch)
         prompt: list[PromptCandidates] = []
         logits = None
+        clock = self._clock if make_masks is not None else None
+        begin = None if clock is None else clock.forward_begins()
         if self._graphs is not None and not batch.prompt_logprobs:
             logits = self._graphs.run(placement, batch.sample)
         if logits is None:
@@ -197,10 +207,14 @@ class ModelRunner:
             return RunningStep(None, prompt, self._event())
         masks = None
         if make_masks is not None:
-            computed = self._event() if self.overlaps else None
-            masks = make_masks(None if computed is None else computed.query)
+            is_due = None
+            if clock is not None and begin is not None:
+                is_due = clock.forward_launched(begin, len(batch.input_ids))
+            masks = make_masks(is_due)
+        elif self._clock is not None:
+            self._clock.forget()
         sampled = self._sample(batch, logits, placement, specs, masks)
-        return RunningStep(sampled, prompt, self._event())
+        return RunningStep(sampled, prompt, self._event(), clock)
 
     def _event(self) -> torch.cuda.Event | None:
         """Record an event after all submitted work. Return None on the CPU."""

@@ -1,0 +1,163 @@
+"""`MatcherClient` and the process behind it: the masks are those of a matcher here, and no end of it goes unnoticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tests.grammar.conftest import EOS, TOKENIZER, VOCAB
+from verl_server.errors import BadRequestError
+from verl_server.grammar import matcher_child, matcher_client
+from verl_server.grammar.compiler import GrammarCompiler
+from verl_server.grammar.failure import GrammarFailedError, MatchersLostError
+from verl_server.grammar.mask_executor import MaskExecutor
+from verl_server.grammar.matcher_client import MatcherClient, RemoteMatcher
+from verl_server.grammar.source import Grammar, translate
+
+_JSON = TOKENIZER.backend_tokenizer.to_str().encode()
+
+
+def regex(text: str) -> str:
+    return translate(Grammar("regex", text), {})
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[MatcherClient]:
+    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=16, buffers=2)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def client() -> Iterator[MatcherClient]:
+    """A client whose process a test may kill."""
+    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=4, buffers=2)
+    yield client
+    client.close()
+
+
+def pid_of(client: MatcherClient) -> int:
+    assert client._child is not None
+    return client._child._child.pid
+
+
+def masks(client: MatcherClient, matchers: list[RemoteMatcher], buffer: int = 0) -> np.ndarray:
+    client.start(matchers, buffer).wait(None)
+    return client.words(buffer)[: len(matchers)].copy()
+
+
+def test_masks_and_ends_are_those_of_matchers_in_this_process(shared: MatcherClient) -> None:
+    compiler, executor = GrammarCompiler(_JSON, [EOS], VOCAB), MaskExecutor()
+    texts = ["[a-c]{3}", "ab?", "(x|yy)z"]
+    remote = [shared.compile(regex(text)) for text in texts]
+    local = [compiler.compile(regex(text)) for text in texts]
+    for _ in range(3):
+        expected = np.zeros((len(texts), compiler.num_words), dtype=np.int32)
+        executor.fill(local, expected)
+        found = masks(shared, remote, buffer=1)
+        assert (found == expected).all()
+        tokens = [int(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[0]) for row in expected]
+        ends = executor.consume(list(zip(local, tokens, strict=True)))
+        assert shared.consume(list(zip(remote, tokens, strict=True))) == ends
+    assert True in ends
+
+
+def test_a_matcher_is_reset_before_its_next_step(shared: MatcherClient) -> None:
+    matcher = shared.compile(regex("ab"))
+    first = masks(shared, [matcher])
+    assert shared.consume([(matcher, 69)]) == [False] and (masks(shared, [matcher]) != first).any()
+    matcher.reset()
+    assert (masks(shared, [matcher]) == first).all()
+    matcher.reset()
+    assert shared.consume([(matcher, 69)]) == [False]
+
+
+def test_copies_are_independent(shared: MatcherClient) -> None:
+    matcher = shared.compile(regex("a|bc"))
+    copy = matcher.copy()
+    assert shared.consume([(matcher, 69)]) == [True] and shared.consume([(copy, 70)]) == [False]
+
+
+def test_matchers_that_nobody_uses_are_dropped(client: MatcherClient) -> None:
+    matcher, other = client.compile(regex("a{3}")), client.compile(regex("a{3}"))
+    number, child = matcher.number, matcher.child
+    del matcher
+    assert list(child.dropped) == [number]
+    masks(client, [other])
+    assert not child.dropped
+    assert isinstance(child.consume([number], [69])[0], MatchersLostError), "the process does not know it any more"
+
+
+def test_errors_come_back_with_their_kinds(shared: MatcherClient) -> None:
+    with pytest.raises(BadRequestError, match="The grammar was refused"):
+        shared.compile('{"grammars": []}')
+    matcher = shared.compile(regex("ab"))
+    (outcome,) = shared.consume([(matcher, 70)])
+    assert isinstance(outcome, GrammarFailedError) and str(outcome)
+    progress = shared.start([matcher], 0)
+    progress.wait(None)
+    assert list(progress.failed_rows()) == [0] and isinstance(progress.error(0), GrammarFailedError)
+
+
+def test_several_threads_compile(shared: MatcherClient) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda i: shared.compile(regex(f"[ab]{{{i + 1}}}")), range(32)))
+    assert len({matcher.number for matcher in made}) == 32
+    assert all(shared.consume([(matcher, 69)]) == [i == 0] for i, matcher in enumerate(made))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused() -> None:
+    client = MatcherClient(b"{}", [EOS], VOCAB, max_rows=4, buffers=1)
+    with pytest.raises(BadRequestError, match="does not permit constrained decoding"):
+        client.compile(regex("ab"))
+    client.close()
+
+
+def test_after_the_process_ended_its_matchers_are_lost_and_the_next_grammar_starts_another(
+    client: MatcherClient,
+) -> None:
+    matcher = client.compile(regex("ab"))
+    first, expected = pid_of(client), masks(client, [matcher])
+    os.kill(first, signal.SIGKILL)
+    progress = client.start([matcher], 0)
+    progress.wait(None)
+    assert list(progress.failed_rows()) == [0] and matcher.lost is progress.error(0)
+    assert "ended with signal SIGKILL" in str(matcher.lost) and "Send the request again" in str(matcher.lost)
+    assert client.consume([(matcher, 69)]) == [matcher.lost]
+    with pytest.raises(MatchersLostError):
+        matcher.copy()
+    again = client.compile(regex("ab"))
+    assert again.lost is None and pid_of(client) != first and (masks(client, [again]) == expected).all()
+
+
+@pytest.mark.parametrize("step", ["consume", "start", "call"])
+def test_a_process_that_hangs_is_killed(step: str, client: MatcherClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = client.compile(regex("ab"))
+    for module, name in ((matcher_child, "STEP_SECONDS"), (matcher_child, "_CALL_SECONDS")):
+        monkeypatch.setattr(module, name, 0.1)
+    monkeypatch.setattr(matcher_client, "STEP_SECONDS", 0.1)
+    os.kill(pid_of(client), signal.SIGSTOP)
+    if step == "consume":
+        assert isinstance(client.consume([(matcher, 69)])[0], MatchersLostError)
+    elif step == "start":
+        progress = client.start([matcher], 0)
+        progress.wait(None)
+        assert isinstance(progress.error(0), MatchersLostError)
+    else:
+        with pytest.raises(MatchersLostError, match="did not answer within"):
+            matcher.copy()
+    assert matcher.lost is not None and "was killed" in str(matcher.lost)
+    monkeypatch.undo()
+    assert client.compile(regex("ab")).lost is None
+
+
+def test_the_process_ends_with_its_client(client: MatcherClient) -> None:
+    matcher = client.compile(regex("ab"))
+    client.close()
+    assert matcher.child._child.poll() is not None and "was stopped" in str(matcher.lost)
+    client.close()
