@@ -118,7 +118,7 @@ class DrawnStep:
             tokens = [300] * self._count
             rows = [] if self._masks is None else self._masks.rows
             for place, row in enumerate(rows):
-                words = self._masks.words[place].numpy().copy()  # type: ignore[union-attr]  # threads write late masks
+                words = self._masks.words[place].numpy().copy()  # type: ignore[union-attr]  # a process writes late masks
                 allowed = np.flatnonzero(words)
                 if len(allowed):
                     word = allowed[self._rng.randrange(len(allowed))]
@@ -204,21 +204,21 @@ class Trace:
             if hasattr(owner, method):
                 self.times.wrap(owner, method, name)
         launch, times = runner.launch, self.times
-        executor = self.scheduler.grammars.masks.executor  # type: ignore[union-attr]
-        start = executor.start
+        matchers = self.scheduler.grammars.masks.matchers  # type: ignore[union-attr]
+        start = matchers.start
 
         def timed_start(*args: Any) -> Any:
             run = start(*args)
             times.wrap(run, "wait", "wait for masks")
             return run
 
-        executor.start = timed_start  # type: ignore[method-assign]
+        matchers.start = timed_start  # type: ignore[method-assign]
 
         def timed_launch(batch: Any, specs: Any, make_masks: MakeMasks | None = None) -> Any:
-            def timed_masks(is_computed: Callable[[], bool] | None) -> TokenMasks | None:
+            def timed_masks(is_due: Callable[[], bool] | None) -> TokenMasks | None:
                 assert make_masks is not None
                 with times.part(_OTHER):
-                    masks = make_masks(is_computed)
+                    masks = make_masks(is_due)
                 times.rename("launch of sampling")
                 return masks
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -116,6 +120,45 @@ def test_constrained_outputs_repeat_with_a_seed(engine: Engine) -> None:
 
 def test_the_server_names_its_grammar_backend(engine: Engine) -> None:
     assert engine.get_server_info()["grammar_backend"] == "llguidance"  # type: ignore[typeddict-item]
+
+
+# -- the process of the matchers ---------------------------------------------------------------------------------------
+
+
+def sharing_masks() -> list[int]:
+    """Return the processes that map the memory of masks, in the order of their starts: a scheduler before its child."""
+    found: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if "verl-grammar-masks" in (folder / "maps").read_text():
+                found[int((folder / "stat").read_text().rpartition(")")[2].split()[19])] = int(folder.name)
+    return [pid for _, pid in sorted(found.items())]
+
+
+def test_requests_with_a_grammar_end_when_their_process_is_killed_and_others_do_not(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    others = set(sharing_masks())
+
+    def mine() -> list[int]:
+        return [pid for pid in sharing_masks() if pid not in others]
+
+    with Engine(model_path=str(folder), device="cpu", check_invariants=True, log_level="error") as engine:
+        free = {"max_new_tokens": 100, "temperature": 0.0, "ignore_eos": True}
+        expected = engine.generate(prompt="Hello", sampling_params=free)["text"]
+        assert not mine(), "a server without grammars has no such process"
+        constrained = {"regex": "[a-z]{4000}", "max_new_tokens": 490}
+        events = engine.generate(prompt="Hello", sampling_params=constrained, stream=True)
+        next(events)
+        scheduler, matchers = mine()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(engine.generate, prompt="Hello", sampling_params=free)
+            os.kill(matchers, signal.SIGKILL)
+            reason = list(events)[-1]["meta_info"]["finish_reason"]
+            assert reason["status_code"] == 503 and "ended with signal SIGKILL" in reason["message"], reason
+            assert beside.result(timeout=60)["text"] == expected
+        assert generate(engine, regex="[ab]{4}")["meta_info"]["finish_reason"]["type"] == "stop"
+        assert mine()[0] == scheduler and mine()[1:] != [matchers]
+    assert not mine(), "it ends with its server"
 
 
 # -- hostile grammars ---------------------------------------------------------------------------------------

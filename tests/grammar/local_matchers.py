@@ -29,7 +29,7 @@ class LocalProgress(MaskProgress):
     def __init__(self, matchers: Sequence[Matcher], words: Words) -> None:
         self.errors: dict[int, BaseException] = {}
         states = np.zeros(len(matchers), dtype=np.uint8)
-        self.run = MaskRun(matchers, words, states, self.errors.__setitem__)
+        self.run = MaskRun(matchers, range(len(matchers)), words, states, self.errors.__setitem__)
         super().__init__(states, self.errors.__getitem__, lambda: None)
 
 

@@ -28,7 +28,7 @@ def regex(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[MatcherClient]:
-    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=16, buffers=2)
+    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=16, buffers=2, processes=2)
     yield client
     client.close()
 
@@ -36,14 +36,15 @@ def shared() -> Iterator[MatcherClient]:
 @pytest.fixture
 def client() -> Iterator[MatcherClient]:
     """A client whose process a test may kill."""
-    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=4, buffers=2)
+    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=4, buffers=2, processes=1)
     yield client
     client.close()
 
 
 def pid_of(client: MatcherClient) -> int:
-    assert client._child is not None
-    return client._child._child.pid
+    (slot,) = client._slots
+    assert slot.child is not None
+    return slot.child._child.pid
 
 
 def masks(client: MatcherClient, matchers: list[RemoteMatcher], buffer: int = 0) -> np.ndarray:
@@ -90,7 +91,7 @@ def test_matchers_that_nobody_uses_are_dropped(client: MatcherClient) -> None:
     assert list(child.dropped) == [number]
     masks(client, [other])
     assert not child.dropped
-    assert isinstance(child.consume([number], [69])[0], MatchersLostError), "the process does not know it any more"
+    assert isinstance(child.consume([number], [69])()[0], MatchersLostError), "the process does not know it any more"
 
 
 def test_errors_come_back_with_their_kinds(shared: MatcherClient) -> None:
@@ -107,7 +108,7 @@ def test_errors_come_back_with_their_kinds(shared: MatcherClient) -> None:
 def test_several_threads_compile(shared: MatcherClient) -> None:
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda i: shared.compile(regex(f"[ab]{{{i + 1}}}")), range(32)))
-    assert len({matcher.number for matcher in made}) == 32
+    assert len({(matcher.child, matcher.number) for matcher in made}) == 32
     assert all(shared.consume([(matcher, 69)]) == [i == 0] for i, matcher in enumerate(made))
 
 
@@ -154,6 +155,20 @@ def test_a_process_that_hangs_is_killed(step: str, client: MatcherClient, monkey
     assert matcher.lost is not None and "was killed" in str(matcher.lost)
     monkeypatch.undo()
     assert client.compile(regex("ab")).lost is None
+
+
+def test_only_the_matchers_of_the_process_that_ended_are_lost() -> None:
+    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=4, buffers=2, processes=2)
+    matchers = [client.compile(regex("ab")) for _ in range(4)]
+    expected = masks(client, matchers)
+    child = matchers[1].child
+    assert [matcher.child is child for matcher in matchers] == [False, True, False, True]
+    os.kill(child._child.pid, signal.SIGKILL)
+    progress = client.start(matchers, 1)
+    progress.wait(None)
+    assert list(progress.failed_rows()) == [1, 3] and (client.words(1)[[0, 2]] == expected[[0, 2]]).all()
+    assert client.consume([(matcher, 69) for matcher in matchers]) == [False, child.lost, False, child.lost]
+    client.close()
 
 
 def test_the_process_ends_with_its_client(client: MatcherClient) -> None:

@@ -56,7 +56,7 @@ class LateRun(LocalProgress):
 
     def wait_row(self, row: int) -> None:
         if not self.is_done(row):
-            self.run.compute_row(row)
+            self.run.compute_place(row)
 
 
 class LateMasks(LocalMatchers):

@@ -103,7 +103,7 @@ class HeldRun(LocalProgress):
             self.compute_row(row)
 
     def compute_row(self, row: int) -> None:
-        self.run.compute_row(row)
+        self.run.compute_place(row)
         if self._fails(self.matchers[row]):
             self.fail(row)
 

@@ -19,34 +19,43 @@ from verl_server.grammar.compiler import Matcher
 from verl_server.grammar.failure import GrammarFailedError
 from verl_server.grammar.mask_memory import FAILED, WRITTEN, States, Words
 
-_THREADS = max(1, min(16, (os.cpu_count() or 1) - 1))
-"""The most slow masks that are computed at the same time."""
+_THREADS = max(1, min(3, (os.cpu_count() or 1) - 1))
+"""The most slow masks that are computed at the same time.
+
+After each mask, threads take turns at the interpreter's lock: with more of them, fast masks would take longer.
+"""
 _ROWS_PER_THREAD = 4
 """Number of rows for which one more thread is woken."""
 
 
 class MaskRun:
-    """The masks of one step. No other code may use the matcher of a row until the row is done."""
+    """Masks of one step. No other code may use the matcher of a row until the row is done."""
 
     def __init__(
-        self, matchers: Sequence[Matcher], words: Words, states: States, note: Callable[[int, BaseException], None]
+        self,
+        matchers: Sequence[Matcher],
+        rows: Sequence[int],
+        words: Words,
+        states: States,
+        note: Callable[[int, BaseException], None],
     ) -> None:
-        """`words` int32 [rows, words] and `states` uint8 [rows], which are zeros, belong to the run until it is done.
+        """Matcher i writes row `rows[i]` of `words` int32 [rows of the step, words], and of `states` uint8, zeros.
 
         `note` is called in a thread with a row that failed and the reason, before the state of the row is set.
         """
-        assert words.flags.c_contiguous and len(words) == len(matchers) == len(states)
-        self.matchers, self.states, self._note = matchers, states, note
+        assert words.flags.c_contiguous and len(matchers) == len(rows)
+        self.matchers, self.rows, self.states, self._note = matchers, rows, states, note
         self._words, self._row_bytes = words, words.strides[0]
-        self._rows = iter(range(len(matchers)))  # shared by the threads: a step of this iterator is atomic
+        self._places = iter(range(len(matchers)))  # shared by the threads: a step of this iterator is atomic
 
     def compute(self) -> None:
         """Compute rows until none is left. Called in each thread that takes part."""
-        for row in self._rows:
-            self.compute_row(row)
+        for place in self._places:
+            self.compute_place(place)
 
-    def compute_row(self, row: int) -> None:
-        matcher = self.matchers[row]
+    def compute_place(self, place: int) -> None:
+        """Compute the mask of matcher `place`."""
+        matcher, row = self.matchers[place], self.rows[place]
         try:
             matcher.write_mask(self._words.ctypes.data + row * self._row_bytes, self._row_bytes)
             matcher.check()

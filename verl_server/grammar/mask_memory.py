@@ -1,8 +1,8 @@
-"""`MaskMemory`: the masks of steps, and the states of their rows, in memory that two processes share.
+"""`MaskMemory`: the masks of steps, and the states of their rows, in memory that several processes share.
 
-The `MatcherClient` of a scheduler makes it and reads it, and the `matcher_process` writes it. A file in memory holds a
-fixed number of buffers. Each buffer has the masks of one step, and then a state for each row. Pages that no step has
-used take no memory.
+The `MatcherClient` of a scheduler makes it and reads it, and each `matcher_process` writes its rows. A file in memory
+holds a fixed number of buffers. Each buffer has the masks of one step, and then a state for each row. Pages that no
+step has used take no memory.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class MaskMemory:
         self.layout, self.fd = layout, fd
         self._map = mmap.mmap(fd, size)
 
-    def words(self, buffer: int, rows: int) -> Words:
-        """Return the masks of the first `rows` rows of a buffer: int32 [rows, words]."""
+    def words(self, buffer: int) -> Words:
+        """Return the masks of a buffer: int32 [rows, words]."""
         layout = self.layout
-        start, count = buffer * layout.buffer_bytes, rows * layout.num_words
-        return np.frombuffer(self._map, np.int32, count, start).reshape(rows, layout.num_words)
+        start, count = buffer * layout.buffer_bytes, layout.rows * layout.num_words
+        return np.frombuffer(self._map, np.int32, count, start).reshape(layout.rows, layout.num_words)
 
-    def states(self, buffer: int, rows: int) -> States:
-        """Return the states of the first `rows` rows of a buffer: uint8 [rows]."""
+    def states(self, buffer: int) -> States:
+        """Return the states of a buffer: uint8 [rows]."""
         start = buffer * self.layout.buffer_bytes + self.layout.words_bytes
-        return np.frombuffer(self._map, np.uint8, rows, start)
+        return np.frombuffer(self._map, np.uint8, self.layout.rows, start)
 
     def close(self) -> None:
         """Close the descriptor. The memory is freed when no array refers to it any more. Idempotent."""

@@ -1,6 +1,6 @@
 """`MatcherChild`: one process of matchers, from its start to its end, as its scheduler sees it.
 
-`MatcherClient` makes it, and makes another one after this one has ended. Each wait has a bound. A process that does not
+`MatcherClient` makes some, and another one for each that has ended. Each wait has a bound. A process that does not
 answer in time is killed, so that a process is either alive and answers, or lost.
 """
 
@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import NoReturn
 
@@ -45,8 +46,8 @@ STEP_SECONDS = 20.0
 
 The limits of llguidance let a mask take some milliseconds.
 """
-_CONNECTIONS = 4
-"""Number of grammars that are compiled at the same time."""
+_CONNECTIONS = 2
+"""Number of grammars that a process compiles at the same time."""
 
 
 class MatcherChild:
@@ -60,7 +61,7 @@ class MatcherChild:
         """Matchers that nobody uses any more. Threads append to it."""
         self.lost: MatchersLostError | None = None
         """Why the process cannot be used any more."""
-        self._losing = threading.Lock()
+        self._ending = threading.Lock()
         pairs = [socket.socketpair() for _ in range(1 + _CONNECTIONS)]
         self._steps, *calls = [BlockingMessages(ours) for ours, _ in pairs]
         self._calls: SimpleQueue[BlockingMessages] = SimpleQueue()
@@ -93,22 +94,31 @@ class MatcherChild:
 
     # -- called by the main thread -----------------------------------------------------------------------------------
 
-    def consume(self, matchers: list[int], tokens: list[int]) -> list[bool | BaseException]:
-        """Advance matchers by tokens. Return for each whether its output is complete, or why it failed."""
-        try:
-            message = Consume(matchers, tokens, _take(self.reset), _take(self.dropped))
-            states = self._request(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
-        except MatchersLostError as error:
-            return [error] * len(matchers)
-        return [
-            self.explain(number) if state == BROKEN else state == COMPLETE
-            for number, state in zip(matchers, states, strict=True)
-        ]
+    def consume(self, matchers: list[int], tokens: list[int]) -> Callable[[], list[bool | BaseException]]:
+        """Advance matchers by tokens. Return a function that waits, and returns the outcome of each matcher.
 
-    def start(self, buffer: int, matchers: list[int]) -> None:
-        """Compute masks into a buffer. If the process has ended, nobody computes them."""
+        That is whether its output is complete, or why it failed. Call the function before anything else is sent.
+        """
+        message = Consume(matchers, tokens, _take(self.reset), _take(self.dropped))
         with contextlib.suppress(MatchersLostError):
-            message = Start(buffer, matchers, _take(self.reset), _take(self.dropped))
+            self._send(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
+
+        def outcomes() -> list[bool | BaseException]:
+            try:
+                states = self._receive(self._steps, STEP_SECONDS)
+            except MatchersLostError as error:
+                return [error] * len(matchers)
+            return [
+                self.explain(number) if state == BROKEN else state == COMPLETE
+                for number, state in zip(matchers, states, strict=True)
+            ]
+
+        return outcomes
+
+    def start(self, buffer: int, rows: list[int], matchers: list[int]) -> None:
+        """Compute masks into rows of a buffer. If the process has ended, nobody computes them."""
+        message = Start(buffer, rows, matchers, _take(self.reset), _take(self.dropped))
+        with contextlib.suppress(MatchersLostError):
             self._send(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
 
     def explain(self, matcher: int) -> BaseException:
@@ -125,27 +135,36 @@ class MatcherChild:
             self.lose()
 
     def lose(self, why: str = "") -> None:
-        """Kill the process and set `lost`. Safe in any thread, and idempotent."""
-        with self._losing:
+        """Kill the process, set `lost` and log why. Safe in any thread, and idempotent."""
+        if self._end(why):
+            logger.error("%s%s", self.lost, self._child.log_tail())
+
+    def stop(self) -> None:
+        """End the process together with its server. Safe in any thread, and idempotent."""
+        self._end("was stopped")
+
+    def _end(self, why: str) -> bool:
+        with self._ending:
             if self.lost is not None:
-                return
+                return False
             code = self._child.terminate(grace=0.0)
             why = why or f"ended with {describe_exit(code)}"
             self.lost = MatchersLostError(
                 f"The process that computes the masks of grammars {why}. Send the request again: the next one with a "
                 "grammar starts another process."
             )
-            logger.error("%s%s", self.lost, self._child.log_tail())
+            return True
 
     def _ask(self, messages: BlockingMessages, message: bytes, seconds: float) -> Answer:
-        answer = msgspec.msgpack.decode(self._request(messages, message, seconds), type=Answer)
+        self._send(messages, message, seconds)
+        answer = msgspec.msgpack.decode(self._receive(messages, seconds), type=Answer)
         if (error := error_of(answer)) is not None:
             raise error
         return answer
 
-    def _request(self, messages: BlockingMessages, message: bytes, seconds: float) -> bytes:
-        """Send a message and return what follows it. Raise MatchersLostError."""
-        self._send(messages, message, seconds)
+    def _receive(self, messages: BlockingMessages, seconds: float) -> bytes:
+        if self.lost is not None:
+            raise self.lost
         try:
             answer = messages.receive(seconds)
         except TimeoutError:

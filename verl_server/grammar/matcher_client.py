@@ -1,22 +1,28 @@
-"""`MatcherClient`: the matchers of a scheduler's requests, which are in a process of their own.
+"""`MatcherClient`: the matchers of a scheduler's requests, which are in processes of their own.
 
-`Grammars` owns it. The first compilation starts the process. Threads that compile call `compile` and
+`Grammars` owns it. The first compilations start the processes. Threads that compile call `compile` and
 `RemoteMatcher.copy`, and may wait there. The main thread calls `consume` and `start` for each step.
 
-If the process ends, or does not answer, the requests that have a matcher in it end with an error, and the next
-compilation starts another process. Other requests do not notice.
+If a process ends, or does not answer, the requests that have a matcher in it end with an error, and the next
+compilation starts another one. Other requests do not notice.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from verl_server.grammar.mask_memory import FAILED, PENDING, MaskLayout, MaskMemory, Words
 from verl_server.grammar.mask_progress import MaskProgress
 from verl_server.grammar.matcher_child import STEP_SECONDS, MatcherChild
 from verl_server.grammar.matcher_messages import Compile, Copy
+
+_PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 4))
+"""Number of processes. Threads of one process take turns at its interpreter's lock, those of several do not."""
 
 
 class RemoteMatcher:
@@ -48,81 +54,115 @@ class RemoteMatcher:
 
 class MatcherClient:
     def __init__(
-        self, tokenizer: bytes, eos_token_ids: list[int], vocab_size: int, max_rows: int, buffers: int
+        self,
+        tokenizer: bytes,
+        eos_token_ids: list[int],
+        vocab_size: int,
+        max_rows: int,
+        buffers: int,
+        processes: int = _PROCESSES,
     ) -> None:
         """`tokenizer` is a `tokenizers.Tokenizer` as JSON.
 
-        A step has at most `max_rows` rows, and there are `buffers` buffers for the masks of steps.
+        A step has at most `max_rows` rows, there are `buffers` buffers for the masks of steps, and at most `processes`
+        processes.
         """
         self._layout = MaskLayout(buffers, max_rows, -(-vocab_size // 32))
         self._setup = (tokenizer, eos_token_ids, vocab_size)
         self._memory: MaskMemory | None = None
-        self._child: MatcherChild | None = None
-        self._starting = threading.Lock()
+        self._slots = [_Slot() for _ in range(processes)]
+        self._turns = itertools.count()
+        self._opening = threading.Lock()
 
     def compile(self, grammar: str) -> RemoteMatcher:
-        """Compile a translated grammar.
+        """Compile a translated grammar, by turns in each process.
 
         Raise BadRequestError if it is malformed or exceeds a limit, or if the tokenizer does not permit grammars, and
         MatchersLostError if the process does not start or ends.
         """
-        matcher = RemoteMatcher(self._running())
+        matcher = RemoteMatcher(self._running(self._slots[next(self._turns) % len(self._slots)]))
         matcher.compile_seconds = matcher.child.call(Compile(matcher.number, grammar)).seconds
         return matcher
 
     def words(self, buffer: int) -> Words:
         """Return the masks of a buffer: int32 [max_rows, words]. A matcher must have been compiled."""
         assert self._memory is not None
-        return self._memory.words(buffer, self._layout.rows)
+        return self._memory.words(buffer)
 
     def consume(self, pairs: Sequence[tuple[RemoteMatcher, int]]) -> list[bool | BaseException]:
-        """Advance each matcher by its token. Return for each whether its output is complete, or why it failed.
-
-        No matcher may be lost.
-        """
-        child = pairs[0][0].child
-        return child.consume([matcher.number for matcher, _ in pairs], [token for _, token in pairs])
+        """Advance each matcher by its token. Return for each whether its output is complete, or why it failed."""
+        outcomes: list[bool | BaseException] = [False] * len(pairs)
+        asked = []
+        for child, places in _by_child([matcher for matcher, _ in pairs]).items():
+            numbers, tokens = [pairs[place][0].number for place in places], [pairs[place][1] for place in places]
+            asked.append((places, child.consume(numbers, tokens)))
+        for places, answer in asked:
+            for place, outcome in zip(places, answer(), strict=True):
+                outcomes[place] = outcome
+        return outcomes
 
     def start(self, matchers: Sequence[RemoteMatcher], buffer: int) -> MaskProgress:
-        """Compute the masks of matchers, of which none is lost, into the first rows of a buffer that is not in use.
+        """Compute the masks of matchers into the first rows of a buffer that is not in use.
 
-        The matchers and the buffer belong to the process until the rows are done.
+        The matchers and the buffer belong to the processes until the rows are done.
         """
         assert self._memory is not None
-        states = self._memory.states(buffer, len(matchers))
+        states = self._memory.states(buffer)[: len(matchers)]
         states[:] = PENDING
-        child, numbers = matchers[0].child, [matcher.number for matcher in matchers]
-        child.start(buffer, numbers)
+        by_child = _by_child(matchers)
+        for child, rows in by_child.items():
+            child.start(buffer, rows, [matchers[row].number for row in rows])
         deadline = time.monotonic() + STEP_SECONDS
 
         def error(row: int) -> BaseException:
-            return child.lost or child.explain(numbers[row])
+            matcher = matchers[row]
+            return matcher.child.lost or matcher.child.explain(matcher.number)
 
         def check() -> None:
-            child.check()
-            if time.monotonic() > deadline and not states.all():
-                child.lose(f"did not write all masks within {STEP_SECONDS:g} s and was killed")
-            if child.lost is not None:
-                states[states == PENDING] = FAILED
+            is_overdue = time.monotonic() > deadline
+            for child, rows in by_child.items():
+                child.check()
+                if is_overdue and not states[rows].all():
+                    child.lose(f"did not write all masks within {STEP_SECONDS:g} s and was killed")
+                if child.lost is not None:
+                    states[[row for row in rows if states[row] == PENDING]] = FAILED
 
         return MaskProgress(states, error, check)
 
     def close(self) -> None:
-        """End the process. Idempotent."""
-        with self._starting:
-            if self._child is not None:
-                self._child.lose("was stopped")
-            if self._memory is not None:
-                self._memory.close()
+        """End the processes. Idempotent."""
+        for slot in self._slots:
+            with slot.starting:
+                if slot.child is not None:
+                    slot.child.stop()
+        if self._memory is not None:
+            self._memory.close()
 
-    def _running(self) -> MatcherChild:
-        """Return the process. Start it if there is none, or if it ended."""
-        with self._starting:
+    def _running(self, slot: _Slot) -> MatcherChild:
+        """Return the process of a slot. Start it if there is none, or if it ended."""
+        with self._opening:
             if self._memory is None:
                 self._memory = MaskMemory(self._layout)
-            if self._child is not None:
-                self._child.check()
-            if self._child is None or self._child.lost is not None:
-                self._child = None
-                self._child = MatcherChild(self._memory, *self._setup)
-            return self._child
+        with slot.starting:
+            if slot.child is not None:
+                slot.child.check()
+            if slot.child is None or slot.child.lost is not None:
+                slot.child = None
+                slot.child = MatcherChild(self._memory, *self._setup)
+            return slot.child
+
+
+@dataclass
+class _Slot:
+    """The place of one process, of which one after the other may end."""
+
+    child: MatcherChild | None = None
+    starting: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _by_child(matchers: Sequence[RemoteMatcher]) -> dict[MatcherChild, list[int]]:
+    """Return the places of the matchers of each process."""
+    places: dict[MatcherChild, list[int]] = {}
+    for place, matcher in enumerate(matchers):
+        places.setdefault(matcher.child, []).append(place)
+    return places

@@ -58,8 +58,10 @@ class Start(msgspec.Struct, tag=True):
     """Compute masks, and set the states of their rows, in a buffer of the `MaskMemory`. Nothing follows."""
 
     buffer: int
+    rows: list[int]
+    """The rows of the buffer that this process writes. Other processes write other rows."""
     matchers: list[int]
-    """Matcher of each row."""
+    """Matcher of each of them."""
     reset: list[int]
     dropped: list[int]
 

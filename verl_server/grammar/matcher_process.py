@@ -77,14 +77,14 @@ class MatcherServer:
 
     def start(self, message: Start) -> None:
         self._forget(message.reset, message.dropped)
-        buffer, rows = message.buffer, len(message.matchers)
         matchers = [self._matchers[number] for number in message.matchers]
-        words, states = self._memory.words(buffer, rows), self._memory.states(buffer, rows)
+        numbers = dict(zip(message.rows, message.matchers, strict=True))
 
         def note(row: int, error: BaseException) -> None:
-            self._errors[message.matchers[row]] = error
+            self._errors[numbers[row]] = error
 
-        self._executor.start(MaskRun(matchers, words, states, note))
+        words, states = self._memory.words(message.buffer), self._memory.states(message.buffer)
+        self._executor.start(MaskRun(matchers, message.rows, words, states, note))
 
     def explain(self, message: Explain) -> Answer:
         return answer_of(self._errors[message.matcher])
