@@ -19,7 +19,7 @@ import pytest
 
 from tests.grammar.hostile import KINDS, Hostile, generated
 from verl_server import Engine
-from verl_server.errors import VerlServerError
+from verl_server.errors import ServerUnavailableError, VerlServerError
 from verl_server.models.tiny import make_model_folder
 
 BOUND = 4.0
@@ -125,40 +125,46 @@ def test_the_server_names_its_grammar_backend(engine: Engine) -> None:
 # -- the process of the matchers ---------------------------------------------------------------------------------------
 
 
-def sharing_masks() -> list[int]:
-    """Return the processes that map the memory of masks, in the order of their starts: a scheduler before its child."""
-    found: dict[int, int] = {}
+def masks_of(pid: int) -> str:
+    """Return the inode of the memory of masks that a process maps, "" for none."""
+    lines = (Path("/proc") / str(pid) / "maps").read_text().splitlines()
+    return next((line.split()[4] for line in lines if "verl-grammar-masks" in line), "")
+
+
+def matchers_of(engine: Engine) -> list[int]:
+    """Return the processes that write masks for the scheduler of an engine."""
+    scheduler = int(engine.get_server_info()["scheduler_info"]["pid"])  # type: ignore[typeddict-item]
+    if not (inode := masks_of(scheduler)):
+        return []
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if "verl-grammar-masks" in (folder / "maps").read_text():
-                found[int((folder / "stat").read_text().rpartition(")")[2].split()[19])] = int(folder.name)
-    return [pid for _, pid in sorted(found.items())]
+            if int(folder.name) != scheduler and masks_of(int(folder.name)) == inode:
+                found.append(int(folder.name))
+    return found
 
 
 def test_requests_with_a_grammar_end_when_their_process_is_killed_and_others_do_not(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model")
-    others = set(sharing_masks())
-
-    def mine() -> list[int]:
-        return [pid for pid in sharing_masks() if pid not in others]
-
     with Engine(model_path=str(folder), device="cpu", check_invariants=True, log_level="error") as engine:
         free = {"max_new_tokens": 100, "temperature": 0.0, "ignore_eos": True}
         expected = engine.generate(prompt="Hello", sampling_params=free)["text"]
-        assert not mine(), "a server without grammars has no such process"
+        assert not matchers_of(engine), "a server without grammars has no such process"
         constrained = {"regex": "[a-z]{4000}", "max_new_tokens": 490}
         events = engine.generate(prompt="Hello", sampling_params=constrained, stream=True)
         next(events)
-        scheduler, matchers = mine()
+        (killed,) = matchers_of(engine)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             beside = pool.submit(engine.generate, prompt="Hello", sampling_params=free)
-            os.kill(matchers, signal.SIGKILL)
-            reason = list(events)[-1]["meta_info"]["finish_reason"]
-            assert reason["status_code"] == 503 and "ended with signal SIGKILL" in reason["message"], reason
+            os.kill(killed, signal.SIGKILL)
+            with pytest.raises(ServerUnavailableError, match="ended with signal SIGKILL"):
+                list(events)
             assert beside.result(timeout=60)["text"] == expected
         assert generate(engine, regex="[ab]{4}")["meta_info"]["finish_reason"]["type"] == "stop"
-        assert mine()[0] == scheduler and mine()[1:] != [matchers]
-    assert not mine(), "it ends with its server"
+        (again,) = matchers_of(engine)
+        inode = masks_of(again)
+    with contextlib.suppress(OSError):  # its number is free again
+        assert masks_of(again) != inode, "it ends with its server"
 
 
 # -- hostile grammars ---------------------------------------------------------------------------------------
