@@ -10,7 +10,7 @@ import numpy as np
 
 from verl_server.grammar.compiler import GrammarCompiler, Matcher
 from verl_server.grammar.mask_executor import MaskExecutor, MaskRun
-from verl_server.grammar.mask_memory import Words
+from verl_server.grammar.mask_memory import WRITTEN, Words
 from verl_server.grammar.mask_progress import MaskProgress
 from verl_server.grammar.matcher_client import MatcherClient, RemoteMatcher
 
@@ -23,14 +23,33 @@ class LocalMatcher(Matcher):
         return LocalMatcher(super().copy().inner)
 
 
-class LocalProgress(MaskProgress):
-    """Masks that this process computes."""
+class LocalRun(MaskProgress):
+    """Masks that this process computes when the rest of the step is started."""
 
-    def __init__(self, matchers: Sequence[Matcher], words: Words) -> None:
+    def __init__(self, buffer: int, words: Words) -> None:
+        self.buffer, self.words = buffer, words
         self.errors: dict[int, BaseException] = {}
-        states = np.zeros(len(matchers), dtype=np.uint8)
-        self.run = MaskRun(matchers, range(len(matchers)), words, states, self.errors.__setitem__)
-        super().__init__(states, self.errors.__getitem__, lambda: None)
+        self.matchers: list[Matcher] = []
+        self.ended: set[int] = set()
+        """Rows that need no mask, because their token ended the output."""
+        super().__init__(np.zeros(len(words), dtype=np.uint8), self.errors.__getitem__, lambda: None)
+
+    def add_matchers(self, matchers: Sequence[Matcher]) -> range:
+        self.matchers += matchers
+        return self.add(len(matchers))
+
+    def compute(self, executor: MaskExecutor) -> None:
+        rows = [row for row in range(self.num_rows) if row not in self.ended]
+        matchers = [self.matchers[row] for row in rows]
+        executor.start(MaskRun(matchers, rows, self.words, self._memory, self.errors.__setitem__))
+
+    def compute_row(self, row: int) -> None:
+        """Compute a row in this thread."""
+        MaskRun([self.matchers[row]], [row], self.words, self._memory, self.errors.__setitem__).compute()
+
+    def end(self, row: int) -> None:
+        self.ended.add(row)
+        self._memory[row] = WRITTEN
 
 
 class LocalMatchers(MatcherClient):
@@ -53,13 +72,22 @@ class LocalMatchers(MatcherClient):
         words: Words = self.buffers[buffer]
         return words
 
-    def consume(self, pairs: Sequence[tuple[Any, int]]) -> list[bool | BaseException]:
-        return self.executor.consume(pairs)
+    def begin(self, buffer: int) -> Any:
+        return LocalRun(buffer, self.words(buffer))
 
-    def start(self, matchers: Sequence[Any], buffer: int) -> MaskProgress:
-        progress = LocalProgress(matchers, self.words(buffer)[: len(matchers)])
-        self.executor.start(progress.run)
-        return progress
+    def consume(self, pairs: Sequence[tuple[Any, int]], run: Any, early: Sequence[bool]) -> list[bool | BaseException]:
+        outcomes = self.executor.consume(pairs)
+        if run is not None:
+            places = [place for place, is_early in enumerate(early) if is_early]
+            for place, row in zip(places, run.add_matchers([pairs[place][0] for place in places]), strict=True):
+                if outcomes[place] is not False:
+                    run.end(row)
+        return outcomes
+
+    def start(self, matchers: Sequence[Any], run: Any) -> range:
+        rows: range = run.add_matchers(matchers)
+        run.compute(self.executor)
+        return rows
 
     def close(self) -> None:
         """There is no process to end."""

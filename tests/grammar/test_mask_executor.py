@@ -7,15 +7,16 @@ from typing import Any, cast
 
 import pytest
 
-from tests.grammar.local_matchers import LocalProgress
+from tests.grammar.local_matchers import LocalRun
 from tests.grammar.slow_matchers import SlowMatcher, slow_matchers
 from verl_server.grammar import mask_executor
 from verl_server.grammar.mask_executor import MaskExecutor
 
 
-def started(given: Any, words: Any) -> LocalProgress:
-    progress = LocalProgress(given, words)
-    MaskExecutor().start(progress.run)
+def started(given: Any, words: Any) -> LocalRun:
+    progress = LocalRun(0, words)
+    progress.add_matchers(given)
+    progress.compute(MaskExecutor())
     return progress
 
 

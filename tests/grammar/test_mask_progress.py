@@ -15,7 +15,8 @@ class Scripted(MaskProgress):
     """Writes the masks of `script[i]` rows at the i-th look, and then none."""
 
     def __init__(self, rows: int, script: list[int]) -> None:
-        super().__init__(np.zeros(rows, dtype=np.uint8), lambda row: RuntimeError(str(row)), self.look)
+        super().__init__(np.zeros(rows + 2, dtype=np.uint8), lambda row: RuntimeError(str(row)), self.look)
+        self.add(rows)
         self.script, self.looks = script, 0
 
     def look(self) -> None:
@@ -78,3 +79,11 @@ def test_rows_that_failed_are_done_and_have_an_error() -> None:
     progress = Scripted(3, [])
     progress._states[1] = FAILED
     assert progress.is_done(1) and list(progress.failed_rows()) == [1] and str(progress.error(1)) == "1"
+
+
+def test_rows_are_added_while_others_are_written() -> None:
+    """The states of an earlier step are no states of the rows."""
+    progress = MaskProgress(np.full(4, WRITTEN, dtype=np.uint8), lambda row: RuntimeError(str(row)), lambda: None)
+    assert progress.all_done and progress.add(2) == range(2) and progress.done == bytes(2)
+    progress._states[1] = WRITTEN
+    assert progress.add(1) == range(2, 3) and progress.done == b"\x00\x01\x00"

@@ -16,7 +16,7 @@ from verl_server.grammar import matcher_child, matcher_client
 from verl_server.grammar.compiler import GrammarCompiler
 from verl_server.grammar.failure import GrammarFailedError, MatchersLostError
 from verl_server.grammar.mask_executor import MaskExecutor
-from verl_server.grammar.matcher_client import MatcherClient, RemoteMatcher
+from verl_server.grammar.matcher_client import MatcherClient, RemoteMatcher, RemoteRun
 from verl_server.grammar.source import Grammar, translate
 
 _JSON = TOKENIZER.backend_tokenizer.to_str().encode()
@@ -47,9 +47,19 @@ def pid_of(client: MatcherClient) -> int:
     return slot.child._child.pid
 
 
+def started(client: MatcherClient, matchers: list[RemoteMatcher], buffer: int = 0) -> RemoteRun:
+    run = client.begin(buffer)
+    assert client.start(matchers, run) == range(len(matchers))
+    return run
+
+
 def masks(client: MatcherClient, matchers: list[RemoteMatcher], buffer: int = 0) -> np.ndarray:
-    client.start(matchers, buffer).wait(None)
+    started(client, matchers, buffer).wait(None)
     return client.words(buffer)[: len(matchers)].copy()
+
+
+def consume(client: MatcherClient, pairs: list[tuple[RemoteMatcher, int]]) -> list[bool | BaseException]:
+    return client.consume(pairs, None, [False] * len(pairs))
 
 
 def test_masks_and_ends_are_those_of_matchers_in_this_process(shared: MatcherClient) -> None:
@@ -64,24 +74,48 @@ def test_masks_and_ends_are_those_of_matchers_in_this_process(shared: MatcherCli
         assert (found == expected).all()
         tokens = [int(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[0]) for row in expected]
         ends = executor.consume(list(zip(local, tokens, strict=True)))
-        assert shared.consume(list(zip(remote, tokens, strict=True))) == ends
+        assert consume(shared, list(zip(remote, tokens, strict=True))) == ends
     assert True in ends
+
+
+def test_masks_that_are_started_with_the_tokens_are_those_after_them(shared: MatcherClient) -> None:
+    """The first ends with its token, and so needs no mask; the last has no mask of the step."""
+    texts = ["a", "ab", "a[b-d]e", "ab"]
+    matchers, later = [shared.compile(regex(text)) for text in texts], shared.compile(regex("[x-z]"))
+    run = shared.begin(1)
+    shared.words(1)[:] = 0
+    assert shared.consume([(matcher, 69) for matcher in matchers], run, [True, True, True, False]) == [True] + 3 * [
+        False
+    ]
+    assert shared.start([later], run) == range(3, 4)
+    run.wait(None)
+    assert run.done == bytes([1, 1, 1, 1])
+    found = shared.words(1)[:4].copy()
+    assert not found[0].any() and (found[1:] == masks(shared, [matchers[1], matchers[2], later])).all()
+
+
+def test_a_token_that_breaks_a_matcher_fails_its_row(shared: MatcherClient) -> None:
+    matchers = [shared.compile(regex("ab")), shared.compile(regex("ab"))]
+    run = shared.begin(0)
+    broken, goes_on = shared.consume([(matchers[0], 70), (matchers[1], 69)], run, [True, True])
+    run.wait(None)
+    assert isinstance(broken, GrammarFailedError) and goes_on is False and list(run.failed_rows()) == [0]
 
 
 def test_a_matcher_is_reset_before_its_next_step(shared: MatcherClient) -> None:
     matcher = shared.compile(regex("ab"))
     first = masks(shared, [matcher])
-    assert shared.consume([(matcher, 69)]) == [False] and (masks(shared, [matcher]) != first).any()
+    assert consume(shared, [(matcher, 69)]) == [False] and (masks(shared, [matcher]) != first).any()
     matcher.reset()
     assert (masks(shared, [matcher]) == first).all()
     matcher.reset()
-    assert shared.consume([(matcher, 69)]) == [False]
+    assert consume(shared, [(matcher, 69)]) == [False]
 
 
 def test_copies_are_independent(shared: MatcherClient) -> None:
     matcher = shared.compile(regex("a|bc"))
     copy = matcher.copy()
-    assert shared.consume([(matcher, 69)]) == [True] and shared.consume([(copy, 70)]) == [False]
+    assert consume(shared, [(matcher, 69)]) == [True] and consume(shared, [(copy, 70)]) == [False]
 
 
 def test_matchers_that_nobody_uses_are_dropped(client: MatcherClient) -> None:
@@ -91,16 +125,18 @@ def test_matchers_that_nobody_uses_are_dropped(client: MatcherClient) -> None:
     assert list(child.dropped) == [number]
     masks(client, [other])
     assert not child.dropped
-    assert isinstance(child.consume([number], [69])()[0], MatchersLostError), "the process does not know it any more"
+    assert isinstance(child.consume([number], [69], 0, [-1])()[0], MatchersLostError), (
+        "the process does not know it any more"
+    )
 
 
 def test_errors_come_back_with_their_kinds(shared: MatcherClient) -> None:
     with pytest.raises(BadRequestError, match="The grammar was refused"):
         shared.compile('{"grammars": []}')
     matcher = shared.compile(regex("ab"))
-    (outcome,) = shared.consume([(matcher, 70)])
+    (outcome,) = consume(shared, [(matcher, 70)])
     assert isinstance(outcome, GrammarFailedError) and str(outcome)
-    progress = shared.start([matcher], 0)
+    progress = started(shared, [matcher])
     progress.wait(None)
     assert list(progress.failed_rows()) == [0] and isinstance(progress.error(0), GrammarFailedError)
 
@@ -109,7 +145,7 @@ def test_several_threads_compile(shared: MatcherClient) -> None:
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda i: shared.compile(regex(f"[ab]{{{i + 1}}}")), range(32)))
     assert len({(matcher.child, matcher.number) for matcher in made}) == 32
-    assert all(shared.consume([(matcher, 69)]) == [i == 0] for i, matcher in enumerate(made))
+    assert all(consume(shared, [(matcher, 69)]) == [i == 0] for i, matcher in enumerate(made))
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused() -> None:
@@ -125,11 +161,11 @@ def test_after_the_process_ended_its_matchers_are_lost_and_the_next_grammar_star
     matcher = client.compile(regex("ab"))
     first, expected = pid_of(client), masks(client, [matcher])
     os.kill(first, signal.SIGKILL)
-    progress = client.start([matcher], 0)
+    progress = started(client, [matcher])
     progress.wait(None)
     assert list(progress.failed_rows()) == [0] and matcher.lost is progress.error(0)
     assert "ended with signal SIGKILL" in str(matcher.lost) and "Send the request again" in str(matcher.lost)
-    assert client.consume([(matcher, 69)]) == [matcher.lost]
+    assert consume(client, [(matcher, 69)]) == [matcher.lost]
     with pytest.raises(MatchersLostError):
         matcher.copy()
     again = client.compile(regex("ab"))
@@ -144,9 +180,9 @@ def test_a_process_that_hangs_is_killed(step: str, client: MatcherClient, monkey
     monkeypatch.setattr(matcher_client, "STEP_SECONDS", 0.1)
     os.kill(pid_of(client), signal.SIGSTOP)
     if step == "consume":
-        assert isinstance(client.consume([(matcher, 69)])[0], MatchersLostError)
+        assert isinstance(consume(client, [(matcher, 69)])[0], MatchersLostError)
     elif step == "start":
-        progress = client.start([matcher], 0)
+        progress = started(client, [matcher])
         progress.wait(None)
         assert isinstance(progress.error(0), MatchersLostError)
     else:
@@ -164,10 +200,10 @@ def test_only_the_matchers_of_the_process_that_ended_are_lost() -> None:
     child = matchers[1].child
     assert [matcher.child is child for matcher in matchers] == [False, True, False, True]
     os.kill(child._child.pid, signal.SIGKILL)
-    progress = client.start(matchers, 1)
+    progress = started(client, matchers, 1)
     progress.wait(None)
     assert list(progress.failed_rows()) == [1, 3] and (client.words(1)[[0, 2]] == expected[[0, 2]]).all()
-    assert client.consume([(matcher, 69) for matcher in matchers]) == [False, child.lost, False, child.lost]
+    assert consume(client, [(matcher, 69) for matcher in matchers]) == [False, child.lost, False, child.lost]
     client.close()
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.grammar.local_matchers import LocalMatchers, LocalProgress
+from tests.grammar.local_matchers import LocalMatchers, LocalRun
 from tests.parity.harness import CPU_KERNELS
 from tests.parity.mixed_requests import MixedRequest, grammar_tokenizer
 from tests.parity.sampling_judge import Found, unpacked
 from tests.scheduler.fakes import FakeStager, Harness
+from verl_server.grammar.mask_executor import MaskExecutor
 from verl_server.grammar.mask_memory import Words
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.io_struct import BatchTokenIDOut, SchedulerOutput
@@ -36,27 +37,29 @@ class OverlappedRunner(ModelRunner):
         return super().launch(batch, specs, lambda _: make_masks(lambda: True))
 
 
-class LateRun(LocalProgress):
+class LateRun(LocalRun):
     """Computes masks in the caller's thread, and some of them late, by random numbers."""
 
-    def __init__(self, matchers: Sequence[Any], words: Words, rng: random.Random) -> None:
-        super().__init__(matchers, words)
+    def __init__(self, buffer: int, words: Words, rng: random.Random) -> None:
+        super().__init__(buffer, words)
         self._rng = rng
+
+    def compute(self, executor: MaskExecutor) -> None:
         self.compute_some(0.7)
 
     def compute_some(self, share: float) -> None:
-        for row in range(len(self.done)):
+        for row in range(self.num_rows):
             if self._rng.random() < share:
                 self.wait_row(row)
 
     def wait(self, is_due: Callable[[], bool] | None, least: int = 0) -> None:
-        for row in range(len(self.done)):
+        for row in range(self.num_rows):
             if is_due is None or self._num_done() < least:
                 self.wait_row(row)
 
     def wait_row(self, row: int) -> None:
         if not self.is_done(row):
-            self.run.compute_place(row)
+            self.compute_row(row)
 
 
 class LateMasks(LocalMatchers):
@@ -68,12 +71,12 @@ class LateMasks(LocalMatchers):
         self._runs: list[LateRun] = []
         self.num_late = 0
 
-    def start(self, matchers: Sequence[Any], buffer: int) -> LateRun:
+    def begin(self, buffer: int) -> LateRun:
         for run in self._runs:
             run.compute_some(0.5)
         self._runs = [run for run in self._runs if not run.all_done]
         self.num_late += len(self._runs)
-        self._runs.append(LateRun(matchers, self.words(buffer)[: len(matchers)], self._rng))
+        self._runs.append(LateRun(buffer, self.words(buffer), self._rng))
         return self._runs[-1]
 
 

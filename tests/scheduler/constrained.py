@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tests.grammar.conftest import EOS, TOKENIZER
-from tests.grammar.local_matchers import LocalMatchers, LocalProgress
+from tests.grammar.local_matchers import LocalMatchers, LocalRun
 from tests.scheduler.fakes import Harness, prompt
+from verl_server.grammar.mask_executor import MaskExecutor
 from verl_server.grammar.mask_memory import FAILED, Words
 from verl_server.grammar.matcher_client import RemoteMatcher
 from verl_server.grammar.source import Grammar, Kind, translate
@@ -80,22 +81,26 @@ class GrammarHarness(Harness):
         return str(TOKENIZER.decode([token for token in self.tokens[rid] if token != EOS]))
 
 
-class HeldRun(LocalProgress):
+class HeldRun(LocalRun):
     """Computes its rows in the test's thread: the held ones only when somebody waits for them."""
 
-    def __init__(self, matchers: Sequence[Any], words: Words, holder: HeldMasks) -> None:
-        super().__init__(matchers, words)
-        self.matchers, self.held = matchers, set[int]()
-        self._fails = holder.fails
-        room = int(len(matchers) * holder.most_held)
-        for row, matcher in enumerate(matchers):
-            if len(self.held) < room and holder.is_held(matcher):
+    def __init__(self, buffer: int, words: Words, holder: HeldMasks) -> None:
+        super().__init__(buffer, words)
+        self.held = set[int]()
+        self._holder = holder
+
+    def compute(self, executor: MaskExecutor) -> None:
+        room = int(self.num_rows * self._holder.most_held)
+        for row, matcher in enumerate(self.matchers):
+            if row in self.ended:
+                continue
+            if len(self.held) < room and self._holder.is_held(matcher):
                 self.held.add(row)
             else:
                 self.compute_row(row)
 
     def wait(self, is_due: Callable[[], bool] | None, least: int = 0) -> None:
-        for row in range(0 if is_due else len(self.matchers)):
+        for row in range(0 if is_due else self.num_rows):
             self.wait_row(row)
 
     def wait_row(self, row: int) -> None:
@@ -103,22 +108,22 @@ class HeldRun(LocalProgress):
             self.compute_row(row)
 
     def compute_row(self, row: int) -> None:
-        self.run.compute_place(row)
-        if self._fails(self.matchers[row]):
+        super().compute_row(row)
+        if self._holder.fails(self.matchers[row]):
             self.fail(row)
 
     def fail(self, row: int) -> None:
         self.errors[row] = RuntimeError("index out of bounds")
-        self.run.states[row] = FAILED
+        self._memory[row] = FAILED
 
 
 class HeldMasks(LocalMatchers):
     """Holds the masks of some matchers until `release` finds that they are not held any longer."""
 
-    def __init__(self, local: LocalMatchers, is_held: Callable[[RemoteMatcher], bool]) -> None:
+    def __init__(self, local: LocalMatchers, is_held: Callable[[Any], bool]) -> None:
         self.executor, self.buffers = local.executor, local.buffers
         self.is_held = is_held
-        self.fails: Callable[[RemoteMatcher], bool] = lambda _: False
+        self.fails: Callable[[Any], bool] = lambda _: False
         """Returns True if the library fails to compute a mask."""
         self.most_held = 0.25
         """Fraction of the masks of a step that may be held. A step waits for three of four masks."""
@@ -128,8 +133,8 @@ class HeldMasks(LocalMatchers):
     def num_held(self) -> int:
         return sum(len(run.held) for run in self.runs)
 
-    def start(self, matchers: Sequence[Any], buffer: int) -> HeldRun:
-        self.runs.append(HeldRun(matchers, self.words(buffer)[: len(matchers)], self))
+    def begin(self, buffer: int) -> HeldRun:
+        self.runs.append(HeldRun(buffer, self.words(buffer), self))
         return self.runs[-1]
 
     def release(self) -> None:

@@ -287,7 +287,7 @@ def test_a_matcher_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPat
     assert 0 < len(h.text("s1")) < 40 and len(h.text("s2")) == 9 and h.tokens["r1"] == generate(prompt(1, 9), 9, 0)
 
 
-@pytest.mark.parametrize("call", ["compiler.Matcher.write_mask", "mask_executor.LLExecutor.consume_token_par"])
+@pytest.mark.parametrize("call", ["compiler.Matcher.write_mask", "compiler.Matcher.consume"])
 def test_a_failure_of_the_library_ends_the_constrained_requests_only(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,10 @@ class Matcher:
         """
         self.inner.unsafe_compute_mask_ptr(address, num_bytes)
 
+    def consume(self, token: int) -> None:
+        """Advance by a token. See `check`."""
+        self.inner.consume_token(token)
+
     def check(self) -> None:
         """Raise GrammarFailedError if a mask could not be computed, or if the grammar does not allow a token."""
         if self.inner.is_error():

@@ -16,7 +16,6 @@ from queue import SimpleQueue
 from llguidance import LLExecutor
 
 from verl_server.grammar.compiler import Matcher
-from verl_server.grammar.failure import GrammarFailedError
 from verl_server.grammar.mask_memory import FAILED, WRITTEN, States, Words
 
 _THREADS = max(1, min(3, (os.cpu_count() or 1) - 1))
@@ -94,23 +93,19 @@ class MaskExecutor:
 
     def consume(self, pairs: Sequence[tuple[Matcher, int]]) -> list[bool | BaseException]:
         """Advance each matcher by its token. Return for each whether its output is complete, or why it failed."""
-        try:
-            self._own.consume_token_par([(matcher.inner, token) for matcher, token in pairs])
-        except BaseException as error:  # a panic of llguidance is no Exception
-            return [error] * len(pairs)
-        return [_outcome(matcher) for matcher, _ in pairs]
+        return [_consume(matcher, token) for matcher, token in pairs]
 
     def _work(self) -> None:
         while True:
             self._tasks.get().compute()
 
 
-def _outcome(matcher: Matcher) -> bool | BaseException:
-    # A matcher is complete if no further token but EOS is allowed, or if it failed.
-    if not matcher.is_complete:
-        return False
+def _consume(matcher: Matcher, token: int) -> bool | BaseException:
     try:
+        matcher.consume(token)
+        if not matcher.is_complete:  # no further token but EOS is allowed, or it failed
+            return False
         matcher.check()
-    except GrammarFailedError as error:
+    except BaseException as error:  # a panic of llguidance is no Exception
         return error
     return True

@@ -25,13 +25,24 @@ class MaskProgress:
     """The masks of one step. No other code may use the matcher of a row until the row is done."""
 
     def __init__(self, states: States, error: Callable[[int], BaseException], check: Callable[[], None]) -> None:
-        """`states` uint8 [rows] are changed by those who write the masks.
+        """`states` uint8 [most rows] are changed by those who write the masks. `num_rows` of them are used.
 
         `error` returns why a row failed. `check` is called while rows are waited for: it lets all rows fail that nobody
         computes any more.
         """
-        self._states = states
+        self._memory, self.num_rows = states, 0
         self.error, self.check = error, check
+
+    @property
+    def _states(self) -> States:
+        return self._memory[: self.num_rows]
+
+    def add(self, count: int) -> range:
+        """Use `count` rows more, and return them. They are pending."""
+        rows = range(self.num_rows, self.num_rows + count)
+        self.num_rows += count
+        self._memory[rows.start : rows.stop] = PENDING
+        return rows
 
     def is_done(self, row: int) -> bool:
         """Return True if the mask of the row is written, or could not be computed."""

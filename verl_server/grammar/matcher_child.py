@@ -94,12 +94,15 @@ class MatcherChild:
 
     # -- called by the main thread -----------------------------------------------------------------------------------
 
-    def consume(self, matchers: list[int], tokens: list[int]) -> Callable[[], list[bool | BaseException]]:
-        """Advance matchers by tokens. Return a function that waits, and returns the outcome of each matcher.
+    def consume(
+        self, matchers: list[int], tokens: list[int], buffer: int, rows: list[int]
+    ) -> Callable[[], list[bool | BaseException]]:
+        """Advance matchers by tokens, then compute masks into rows of a buffer, for those whose row is not -1.
 
-        That is whether its output is complete, or why it failed. Call the function before anything else is sent.
+        Return a function that waits, and returns the outcome of each matcher: whether its output is complete, or why it
+        failed. Call the function before anything else is sent.
         """
-        message = Consume(matchers, tokens, _take(self.reset), _take(self.dropped))
+        message = Consume(matchers, tokens, buffer, rows, _take(self.reset), _take(self.dropped))
         with contextlib.suppress(MatchersLostError):
             self._send(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
 

@@ -16,7 +16,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl_server.grammar.mask_memory import FAILED, PENDING, MaskLayout, MaskMemory, Words
+import numpy as np
+
+from verl_server.grammar.mask_memory import FAILED, PENDING, MaskLayout, MaskMemory, States, Words
 from verl_server.grammar.mask_progress import MaskProgress
 from verl_server.grammar.matcher_child import STEP_SECONDS, MatcherChild
 from verl_server.grammar.matcher_messages import Compile, Copy
@@ -89,45 +91,44 @@ class MatcherClient:
         assert self._memory is not None
         return self._memory.words(buffer)
 
-    def consume(self, pairs: Sequence[tuple[RemoteMatcher, int]]) -> list[bool | BaseException]:
-        """Advance each matcher by its token. Return for each whether its output is complete, or why it failed."""
+    def begin(self, buffer: int) -> RemoteRun:
+        """Return the masks of a step, which are written into a buffer that is not in use. It has no rows yet."""
+        assert self._memory is not None
+        return RemoteRun(buffer, self._memory.states(buffer))
+
+    def consume(
+        self, pairs: Sequence[tuple[RemoteMatcher, int]], run: RemoteRun | None, early: Sequence[bool]
+    ) -> list[bool | BaseException]:
+        """Advance each matcher by its token. Return for each whether its output is complete, or why it failed.
+
+        The masks of the matchers that are `early` become the next rows of `run`, in their order. They are computed at
+        once, unless the outcome ends the request: then the row has no mask.
+        """
+        rows = [-1] * len(pairs)
         outcomes: list[bool | BaseException] = [False] * len(pairs)
+        if run is not None:
+            places = [place for place, is_early in enumerate(early) if is_early]
+            for place, row in zip(places, run.add_matchers([pairs[place][0] for place in places]), strict=True):
+                rows[place] = row
         asked = []
         for child, places in _by_child([matcher for matcher, _ in pairs]).items():
             numbers, tokens = [pairs[place][0].number for place in places], [pairs[place][1] for place in places]
-            asked.append((places, child.consume(numbers, tokens)))
+            buffer = 0 if run is None else run.buffer
+            asked.append((places, child.consume(numbers, tokens, buffer, [rows[place] for place in places])))
         for places, answer in asked:
             for place, outcome in zip(places, answer(), strict=True):
                 outcomes[place] = outcome
         return outcomes
 
-    def start(self, matchers: Sequence[RemoteMatcher], buffer: int) -> MaskProgress:
-        """Compute the masks of matchers into the first rows of a buffer that is not in use.
+    def start(self, matchers: Sequence[RemoteMatcher], run: RemoteRun) -> range:
+        """Compute the masks of matchers. Return their rows, which are the next rows of `run`.
 
-        The matchers and the buffer belong to the processes until the rows are done.
+        The matchers and the rows belong to the processes until the rows are done.
         """
-        assert self._memory is not None
-        states = self._memory.states(buffer)[: len(matchers)]
-        states[:] = PENDING
-        by_child = _by_child(matchers)
-        for child, rows in by_child.items():
-            child.start(buffer, rows, [matchers[row].number for row in rows])
-        deadline = time.monotonic() + STEP_SECONDS
-
-        def error(row: int) -> BaseException:
-            matcher = matchers[row]
-            return matcher.child.lost or matcher.child.explain(matcher.number)
-
-        def check() -> None:
-            is_overdue = time.monotonic() > deadline
-            for child, rows in by_child.items():
-                child.check()
-                if is_overdue and not states[rows].all():
-                    child.lose(f"did not write all masks within {STEP_SECONDS:g} s and was killed")
-                if child.lost is not None:
-                    states[[row for row in rows if states[row] == PENDING]] = FAILED
-
-        return MaskProgress(states, error, check)
+        rows = run.add_matchers(matchers)
+        for child, places in _by_child(matchers).items():
+            child.start(run.buffer, [rows[place] for place in places], [matchers[place].number for place in places])
+        return rows
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -150,6 +151,36 @@ class MatcherClient:
                 slot.child = None
                 slot.child = MatcherChild(self._memory, *self._setup)
             return slot.child
+
+
+class RemoteRun(MaskProgress):
+    """The masks of one step, which processes write."""
+
+    def __init__(self, buffer: int, states: States) -> None:
+        super().__init__(states, self._error, self._check)
+        self.buffer = buffer
+        self._matchers: list[RemoteMatcher] = []
+        """Matcher of each row."""
+        self._deadline = time.monotonic() + STEP_SECONDS
+
+    def add_matchers(self, matchers: Sequence[RemoteMatcher]) -> range:
+        """Add rows for the masks of matchers, and return them."""
+        self._matchers += matchers
+        return self.add(len(matchers))
+
+    def _error(self, row: int) -> BaseException:
+        matcher = self._matchers[row]
+        return matcher.child.lost or matcher.child.explain(matcher.number)
+
+    def _check(self) -> None:
+        is_overdue = time.monotonic() > self._deadline
+        for row in np.flatnonzero(self._states == PENDING).tolist():
+            child = self._matchers[row].child
+            child.check()
+            if is_overdue and not self.is_done(row):
+                child.lose(f"did not write all masks within {STEP_SECONDS:g} s and was killed")
+            if child.lost is not None and not self.is_done(row):
+                self._states[row] = FAILED
 
 
 @dataclass

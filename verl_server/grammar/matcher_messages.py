@@ -44,10 +44,16 @@ Call = Compile | Copy
 
 
 class Consume(msgspec.Struct, tag=True):
-    """Advance matchers by tokens. A state for each of them follows, as bytes: see `GOES_ON`."""
+    """Advance matchers by tokens. A state for each of them follows, as bytes: see `GOES_ON`.
+
+    Then compute the masks of those that go on, as `Start` does.
+    """
 
     matchers: list[int]
     tokens: list[int]
+    buffer: int
+    rows: list[int]
+    """The row of the buffer for the mask of each matcher, -1 for no mask."""
     reset: list[int]
     """Matchers to reset first, because their requests ended."""
     dropped: list[int]

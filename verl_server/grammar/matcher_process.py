@@ -21,7 +21,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.grammar.compiler import COMPILER_STACK, GrammarCompiler, Matcher, stack_size
 from verl_server.grammar.mask_executor import MaskExecutor, MaskRun
-from verl_server.grammar.mask_memory import MaskLayout, MaskMemory
+from verl_server.grammar.mask_memory import FAILED, WRITTEN, MaskLayout, MaskMemory
 from verl_server.grammar.matcher_messages import (
     BROKEN,
     COMPLETE,
@@ -62,20 +62,26 @@ class MatcherServer:
             return answer_of(error)
         return Answer(time.thread_time() - start)
 
-    def consume(self, message: Consume) -> bytes:
+    def consume(self, message: Consume) -> tuple[bytes, Start]:
+        """Advance matchers. Return their states, and the masks to compute now."""
         self._forget(message.reset, message.dropped)
         matchers = [self._matchers[number] for number in message.matchers]
         outcomes = self._executor.consume(list(zip(matchers, message.tokens, strict=True)))
-        states = bytearray()
-        for number, outcome in zip(message.matchers, outcomes, strict=True):
+        states, memory = bytearray(), self._memory.states(message.buffer)
+        masks = Start(message.buffer, [], [], [], [])
+        for number, row, outcome in zip(message.matchers, message.rows, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 self._errors[number] = outcome
-                states.append(BROKEN)
-            else:
-                states.append(COMPLETE if outcome else GOES_ON)
-        return bytes(states)
+            elif not outcome and row >= 0:
+                masks.rows.append(row)
+                masks.matchers.append(number)
+            states.append(BROKEN if isinstance(outcome, BaseException) else COMPLETE if outcome else GOES_ON)
+            if row >= 0 and states[-1] != GOES_ON:
+                memory[row] = FAILED if states[-1] == BROKEN else WRITTEN  # its request ends: nobody reads the mask
+        return bytes(states), masks
 
     def start(self, message: Start) -> None:
+        """Start to compute masks."""
         self._forget(message.reset, message.dropped)
         matchers = [self._matchers[number] for number in message.matchers]
         numbers = dict(zip(message.rows, message.matchers, strict=True))
@@ -109,7 +115,9 @@ def _serve_steps(server: MatcherServer, messages: BlockingMessages) -> None:
     while (data := messages.receive()) is not None:
         match decoder.decode(data):
             case Consume() as message:
-                messages.send(server.consume(message))
+                states, masks = server.consume(message)
+                messages.send(states)
+                server.start(masks)
             case Start() as message:
                 server.start(message)
             case Explain() as message:

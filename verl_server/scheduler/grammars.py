@@ -65,6 +65,8 @@ class Grammars:
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         """Compiled grammars, the least recently used first."""
         self._size = 0
+        self._ending: list[RequestGrammar] = []
+        """Grammars of requests that ended, whose matchers may be used again."""
         self.make_matchers: Callable[[bytes, list[int], int, int, int], MatcherClient] = MatcherClient
         """Makes the client of the process of the matchers, which starts with the first grammar."""
         self._matchers: MatcherClient | None = None
@@ -89,6 +91,7 @@ class Grammars:
 
         `size` is the number of bytes that the compilation took when the grammar was tried out.
         """
+        self._take_back()
         entry = self._compiled.get(grammar)
         if entry is None:
             entry = self._compiled[grammar] = _Compiled(size + len(grammar) + _MATCHER_BYTES)
@@ -117,15 +120,22 @@ class Grammars:
 
     def release(self, req: Req) -> None:
         """Keep the matcher of a request that ended for a later request with the same grammar."""
-        if req.grammar is None:
-            return
-        entry = self._compiled.get(req.grammar.source)
-        if entry is None or len(req.output_ids) > _LONGEST or len(entry.idle) >= self._max_rows:
-            return
-        if (matcher := req.grammar.take_back()) is not None:
-            entry.idle.append(matcher)
-            self._size += entry.size
-            self._evict()
+        if req.grammar is not None and len(req.output_ids) <= _LONGEST:
+            self._ending.append(req.grammar)
+
+    def _take_back(self) -> None:
+        """Keep the matchers of requests that ended, except those whose mask is still being computed."""
+        ending, self._ending = self._ending, []
+        for grammar in ending:
+            entry = self._compiled.get(grammar.source)
+            if entry is None or len(entry.idle) >= self._max_rows:
+                continue
+            if grammar.is_busy():
+                self._ending.append(grammar)
+            elif (matcher := grammar.take_back()) is not None:
+                entry.idle.append(matcher)
+                self._size += entry.size
+        self._evict()
 
     def has_compiled(self) -> bool:
         """Return True if a waiting request can leave `waiting`."""

@@ -45,6 +45,8 @@ class RequestGrammar:
         """True if the last token completed the output: the grammar allows nothing but an end."""
         self.late: LateMask | None = None
         """The mask that is still being computed, or that no step has used yet."""
+        self.place: tuple[MaskProgress, int] | None = None
+        """The latest mask that was started: a row of a step."""
         self._matcher: RemoteMatcher | None = None
 
     def compile_failure(self) -> FinishReason | None:
@@ -65,9 +67,17 @@ class RequestGrammar:
             self.error = lost
         return lost is not None
 
+    def is_busy(self) -> bool:
+        """Return True while a mask is being computed, so that the matcher must not be used."""
+        if self.place is None:
+            return False
+        run, row = self.place
+        run.check()
+        return not run.is_done(row)
+
     def take_back(self) -> RemoteMatcher | None:
         """Reset the matcher of an ended request and return it. Return None if it cannot be used again."""
-        if not self.start.done() or self.start.exception() is not None or self.late is not None:
+        if not self.start.done() or self.start.exception() is not None:
             return None
         if self.error is not None or self.is_lost():
             return None
@@ -75,15 +85,11 @@ class RequestGrammar:
         matcher.reset()
         return matcher
 
-    def failure(self) -> FinishReason | None:
-        """Return the reason if the last mask, or the last token, could not be processed."""
-        return None if self.error is None else failed(self.error)
-
     def end(self, token: int) -> FinishReason | None:
         """Return the finish reason if the request ends after `token`, else None. Call it after `token` was consumed."""
         if self.error is None and not self.is_complete:
             return None
-        return self.failure() or FinishReason(type="stop", matched=token)
+        return FinishReason(type="stop", matched=token) if self.error is None else failed(self.error)
 
 
 def failed(error: BaseException) -> FinishReason:

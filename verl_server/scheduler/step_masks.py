@@ -5,7 +5,9 @@ and sends and plans between these calls, while the process of the matchers compu
 each collected step.
 
 Most masks take some 7 microseconds to compute, and a few take milliseconds. A wait for the slow masks would delay all
-other rows. So the step samples no token for a row whose mask is late, and a later step uses the mask.
+other rows. So the step samples no token for a row whose mask is late, and a later step uses the mask. When `consume`
+advances matchers, it also starts their masks for the step that was launched meanwhile, so that they are computed while
+the scheduler processes the tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +21,20 @@ import numpy.typing as npt
 import torch
 
 from verl_server.grammar.mask_memory import Words
-from verl_server.grammar.mask_progress import MaskProgress
-from verl_server.grammar.matcher_client import MatcherClient
+from verl_server.grammar.matcher_client import MatcherClient, RemoteRun
 from verl_server.messages.io_struct import FinishReason
 from verl_server.sampling.spec import TokenMasks
-from verl_server.scheduler.request_grammar import LateMask, RequestGrammar
+from verl_server.scheduler.request_grammar import LateMask, RequestGrammar, failed
 from verl_server.scheduler.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
 MOST_BUFFERS = 4
 """The most buffers. Each buffer has the masks of all rows. Late masks may occupy all buffers except one."""
+
+
+Row = tuple[int, Req, RequestGrammar]
+"""(row of the step, request, its grammar)"""
 
 
 @dataclass
@@ -49,10 +54,15 @@ class _Buffer:
     """Place of the buffer in the memory that the process of the matchers writes."""
     words: torch.Tensor
     """int32 [max_rows, words] on the host, pinned for CUDA. The step that reads it ends before the next write."""
-    run: MaskProgress | None = None
-    """The run that writes into the buffer."""
+    run: RemoteRun | None = None
+    """The masks that are written into the buffer."""
     late: list[LateMask] = field(default_factory=list)
     """The late masks in the buffer."""
+
+    def begin(self, matchers: MatcherClient) -> RemoteRun:
+        """Let the buffer have the masks of another step."""
+        self.run = matchers.begin(self.number)
+        return self.run
 
     @property
     def is_free(self) -> bool:
@@ -63,15 +73,15 @@ class _Buffer:
 class StartedMasks:
     """Masks that are being computed: from `StepMasks.start` to `StepMasks.finish`."""
 
-    rows: list[tuple[int, Req, RequestGrammar]]
-    """(row of the step, request, its grammar). First the rows whose masks are computed now, then those with a late mask
-    of an earlier step, then those whose matcher is lost."""
-    num_fresh: int
-    """Number of rows whose masks are computed now."""
+    rows: list[Row]
+    """First the rows whose masks are computed now, then those with a late mask of an earlier step, then those whose
+    matcher is lost."""
     num_lost: int
     """Number of rows whose matcher is lost."""
     has_free: bool
     """True if a row of the step has no grammar."""
+    run: RemoteRun
+    """The masks that are computed now, of the first rows."""
     buffer: _Buffer
     words: torch.Tensor
     """int32 [len(rows), words]: the part of the buffer that the masks are written into."""
@@ -82,32 +92,72 @@ class StepMasks:
         self.matchers = matchers
         self._is_pinned = device.type == "cuda"
         self._buffers: list[_Buffer] = []
+        self._next: set[RequestGrammar] | None = None
+        """Grammars of the next step, if it is known, without those that have a late mask."""
+        self._begun: _Buffer | None = None
+        """The buffer with the masks of the next step that were started when its tokens were consumed."""
         eos = np.array(eos_token_ids, dtype=np.int64)
         self._eos_words, self._eos_shifts = eos // 32, eos % 32
         """Words of a mask that hold the bits of EOS tokens, and the places of the bits in these words."""
 
+    def expect(self, sampled: Sequence[Req]) -> None:
+        """Let `consume` start the masks of a step at once. `sampled` are its requests, for which `start` is called."""
+        self._next = {req.grammar for req in sampled if req.grammar is not None and req.grammar.late is None}
+
+    def consume(self, pairs: Sequence[tuple[RequestGrammar, int]]) -> None:
+        """Advance the matcher of each grammar by its token. Then `RequestGrammar.end` says if its request ends."""
+        pairs = [(grammar, token) for grammar, token in pairs if not grammar.is_lost()]
+        if not pairs:
+            return
+        run, early = None, [False] * len(pairs)
+        if self._next is not None:
+            self._begun = self._take_buffer()
+            run = self._begun.begin(self.matchers)
+            early = [grammar in self._next for grammar, _ in pairs]
+        first = 0 if run is None else run.num_rows
+        outcomes = self.matchers.consume([(grammar.open(), token) for grammar, token in pairs], run, early)
+        for (grammar, _), is_early, outcome in zip(pairs, early, outcomes, strict=True):
+            if run is not None and is_early:
+                grammar.place = run, first
+                first += 1
+            if isinstance(outcome, BaseException):
+                grammar.error = outcome
+            else:
+                grammar.is_complete = outcome
+
     def start(self, sampled: Sequence[Req]) -> StartedMasks | None:
         """Start to compute the masks for the rows of a step. Return None if no row needs a mask.
 
-        `sampled` are the requests of the step. Their earlier tokens must have been consumed. A request that ended has
-        no mask. Until `finish`, no request of `sampled` may end, because the matchers are in use.
+        `sampled` are the requests of the step. Their earlier tokens must have been consumed. A request that ended needs
+        no mask, but has a row if `consume` started it. Until `finish`, no request of `sampled` may end, because the
+        matchers are in use.
         """
-        fresh: list[tuple[int, Req, RequestGrammar]] = []
-        late: list[tuple[int, Req, RequestGrammar]] = []
-        lost: list[tuple[int, Req, RequestGrammar]] = []
+        begun, self._begun, self._next = self._begun, None, None
+        run = None if begun is None else begun.run
+        early: list[Row | None] = [None] * (0 if run is None else run.num_rows)
+        fresh: list[Row] = []
+        late: list[Row] = []
+        lost: list[Row] = []
         has_free = False
         for row, req in enumerate(sampled):
-            if req.row >= 0 and (grammar := req.grammar) is not None:
-                (late if grammar.late is not None else lost if grammar.is_lost() else fresh).append((row, req, grammar))
+            grammar = req.grammar
+            if grammar is None:
+                has_free = has_free or req.row >= 0
+            elif run is not None and grammar.place is not None and grammar.place[0] is run:
+                early[grammar.place[1]] = row, req, grammar
             elif req.row >= 0:
-                has_free = True
-        rows = fresh + late + lost
+                (late if grammar.late is not None else lost if grammar.is_lost() else fresh).append((row, req, grammar))
+        rows = [row for row in early if row is not None] + fresh + late + lost
         if not rows:
             return None
-        buffer = self._take_buffer()
-        if fresh:
-            buffer.run = self.matchers.start([grammar.open() for _, _, grammar in fresh], buffer.number)
-        return StartedMasks(rows, len(fresh), len(lost), has_free, buffer, buffer.words[: len(rows)])
+        assert None not in early, "a mask was started for a request that the step does not have"
+        buffer = self._take_buffer() if begun is None else begun
+        run = buffer.begin(self.matchers) if run is None else run
+        for place, (_, _, grammar) in zip(
+            self.matchers.start([grammar.open() for _, _, grammar in fresh], run), fresh, strict=True
+        ):
+            grammar.place = run, place
+        return StartedMasks(rows, len(lost), has_free, run, buffer, buffer.words[: len(rows)])
 
     def finish(self, started: StartedMasks | None, is_due: Callable[[], bool] | None) -> MaskedStep:
         """Wait for the masks that `start` started.
@@ -118,43 +168,37 @@ class StepMasks:
         step = MaskedStep(None, [], [])
         if started is None:
             return step
-        rows, num_fresh, buffer = started.rows, started.num_fresh, started.buffer
+        rows, run = started.rows, started.run
         num_started = len(rows) - started.num_lost
         bits: Words = started.words.numpy()
         ready = bytearray(len(rows))
-        if num_fresh:
-            assert buffer.run is not None
+        if run.num_rows:
             # A step without any token would be a waste.
-            buffer.run.wait(is_due, least=0 if started.has_free else 1)
-            ready[:num_fresh] = buffer.run.done
-            buffer.late = _mark(buffer.run, [grammar for _, _, grammar in rows[:num_fresh]], bits, ready)
-        waits = is_due is None or (not num_fresh and not started.has_free)
-        for place in range(num_fresh, num_started):
+            run.wait(is_due, least=0 if started.has_free else 1)
+            ready[: run.num_rows] = run.done
+            for place in run.failed_rows():
+                if ready[place]:  # a row that failed meanwhile is late
+                    rows[place][2].error = run.error(place)
+        waits = is_due is None or (not run.num_rows and not started.has_free)
+        for place in range(run.num_rows, num_started):
             ready[place] = _take_late(rows[place][2], bits[place], wait=waits)
         ready[num_started:] = bytes([1]) * started.num_lost
-        for is_ready, (_, req, grammar) in zip(ready, rows, strict=True):
-            if not is_ready:
+        for place, (_, req, grammar) in enumerate(rows):
+            if req.row < 0:
+                continue
+            if not ready[place]:
                 step.late.append(req)
-            elif (reason := grammar.failure()) is not None:
-                step.failures.append((req, reason))
+                if place < run.num_rows:
+                    grammar.late = LateMask(run, place, bits[place])
+                    started.buffer.late.append(grammar.late)
+            elif grammar.error is not None:
+                step.failures.append((req, failed(grammar.error)))
         # Few rows of a step may end.
         ends = ((bits[:, self._eos_words] >> self._eos_shifts) & 1).any(axis=1)
         for place in np.flatnonzero(ends & np.frombuffer(ready, dtype=bool)).tolist():
             self._adjust_ends(bits[place], rows[place][2])
         step.masks = TokenMasks([row for row, _, _ in rows], started.words)
         return step
-
-    def consume(self, pairs: Sequence[tuple[RequestGrammar, int]]) -> None:
-        """Advance the matcher of each grammar by its token. Then `RequestGrammar.end` says if its request ends."""
-        pairs = [(grammar, token) for grammar, token in pairs if not grammar.is_lost()]
-        if not pairs:
-            return
-        outcomes = self.matchers.consume([(grammar.open(), token) for grammar, token in pairs])
-        for (grammar, _), outcome in zip(pairs, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                grammar.error = outcome
-            else:
-                grammar.is_complete = outcome
 
     def _take_buffer(self) -> _Buffer:
         """Return a buffer that no run writes into. If late masks occupy all buffers, wait for the oldest late mask."""
@@ -191,19 +235,6 @@ class StepMasks:
             np.bitwise_and.at(others, self._eos_words, ~_bit(self._eos_shifts))
             if others.any():
                 bits[:] = others
-
-
-def _mark(run: MaskProgress, grammars: list[RequestGrammar], bits: Words, ready: bytearray) -> list[LateMask]:
-    """Set and return the `late` masks of the rows of the run that are not `ready`. Record the errors of the others."""
-    late = []
-    for row, grammar in enumerate(grammars):
-        if not ready[row]:
-            grammar.late = LateMask(run, row, bits[row])
-            late.append(grammar.late)
-    for row in run.failed_rows():
-        if ready[row]:  # a row that failed meanwhile is late
-            grammars[row].error = run.error(row)
-    return late
 
 
 def _take_late(grammar: RequestGrammar, bits: Words, *, wait: bool) -> bool:

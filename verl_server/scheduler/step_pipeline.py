@@ -135,9 +135,10 @@ class StepPipeline:
         `is_due` is as in `StepMasks.finish`. If the matcher of a request failed, the request ends with the
         reason. If the mask of a request is late, the request samples no token in this step.
         """
-        self._read()
         masks = self._grammars.masks
         assert masks is not None
+        masks.expect(batch.sampled)
+        self._read()
         started = masks.start(batch.sampled)
         try:
             self._owner.emit()
