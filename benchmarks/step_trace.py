@@ -205,14 +205,14 @@ class Trace:
                 self.times.wrap(owner, method, name)
         launch, times = runner.launch, self.times
         matchers = self.scheduler.grammars.masks.matchers  # type: ignore[union-attr]
-        start = matchers.start
+        begin = matchers.begin
 
-        def timed_start(*args: Any) -> Any:
-            run = start(*args)
+        def timed_begin(buffer: int) -> Any:
+            run = begin(buffer)
             times.wrap(run, "wait", "wait for masks")
             return run
 
-        matchers.start = timed_start  # type: ignore[method-assign]
+        matchers.begin = timed_begin  # type: ignore[method-assign]
 
         def timed_launch(batch: Any, specs: Any, make_masks: MakeMasks | None = None) -> Any:
             def timed_masks(is_due: Callable[[], bool] | None) -> TokenMasks | None:

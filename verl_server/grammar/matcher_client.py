@@ -105,7 +105,6 @@ class MatcherClient:
         once, unless the outcome ends the request: then the row has no mask.
         """
         rows = [-1] * len(pairs)
-        outcomes: list[bool | BaseException] = [False] * len(pairs)
         if run is not None:
             places = [place for place, is_early in enumerate(early) if is_early]
             for place, row in zip(places, run.add_matchers([pairs[place][0] for place in places]), strict=True):
@@ -115,6 +114,7 @@ class MatcherClient:
             numbers, tokens = [pairs[place][0].number for place in places], [pairs[place][1] for place in places]
             buffer = 0 if run is None else run.buffer
             asked.append((places, child.consume(numbers, tokens, buffer, [rows[place] for place in places])))
+        outcomes: list[bool | BaseException] = [False] * len(pairs)
         for places, answer in asked:
             for place, outcome in zip(places, answer(), strict=True):
                 outcomes[place] = outcome
@@ -161,11 +161,13 @@ class RemoteRun(MaskProgress):
         self.buffer = buffer
         self._matchers: list[RemoteMatcher] = []
         """Matcher of each row."""
+        self._children: set[MatcherChild] = set()
         self._deadline = time.monotonic() + STEP_SECONDS
 
     def add_matchers(self, matchers: Sequence[RemoteMatcher]) -> range:
         """Add rows for the masks of matchers, and return them."""
         self._matchers += matchers
+        self._children.update([matcher.child for matcher in matchers])
         return self.add(len(matchers))
 
     def _error(self, row: int) -> BaseException:
@@ -174,13 +176,14 @@ class RemoteRun(MaskProgress):
 
     def _check(self) -> None:
         is_overdue = time.monotonic() > self._deadline
-        for row in np.flatnonzero(self._states == PENDING).tolist():
-            child = self._matchers[row].child
+        for child in self._children:
             child.check()
-            if is_overdue and not self.is_done(row):
-                child.lose(f"did not write all masks within {STEP_SECONDS:g} s and was killed")
-            if child.lost is not None and not self.is_done(row):
-                self._states[row] = FAILED
+            if child.lost is None and not is_overdue:
+                continue
+            for row in np.flatnonzero(self._states == PENDING).tolist():
+                if self._matchers[row].child is child:
+                    child.lose(f"did not write all masks within {STEP_SECONDS:g} s and was killed")
+                    self._states[row] = FAILED
 
 
 @dataclass

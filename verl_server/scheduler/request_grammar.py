@@ -60,13 +60,6 @@ class RequestGrammar:
             self._matcher = self.start.result(timeout=0)
         return self._matcher
 
-    def is_lost(self) -> bool:
-        """Return True, and set `error`, if the process that had the matcher has ended."""
-        lost = (self._matcher or self.open()).lost  # a call for each row of a step
-        if lost is not None:
-            self.error = lost
-        return lost is not None
-
     def is_busy(self) -> bool:
         """Return True while a mask is being computed, so that the matcher must not be used."""
         if self.place is None:
@@ -79,9 +72,9 @@ class RequestGrammar:
         """Reset the matcher of an ended request and return it. Return None if it cannot be used again."""
         if not self.start.done() or self.start.exception() is not None:
             return None
-        if self.error is not None or self.is_lost():
-            return None
         matcher = self.open()
+        if self.error is not None or matcher.lost is not None:
+            return None
         matcher.reset()
         return matcher
 

@@ -74,10 +74,7 @@ class StartedMasks:
     """Masks that are being computed: from `StepMasks.start` to `StepMasks.finish`."""
 
     rows: list[Row]
-    """First the rows whose masks are computed now, then those with a late mask of an earlier step, then those whose
-    matcher is lost."""
-    num_lost: int
-    """Number of rows whose matcher is lost."""
+    """First the rows whose masks are computed now, then those with a late mask of an earlier step."""
     has_free: bool
     """True if a row of the step has no grammar."""
     run: RemoteRun
@@ -106,7 +103,6 @@ class StepMasks:
 
     def consume(self, pairs: Sequence[tuple[RequestGrammar, int]]) -> None:
         """Advance the matcher of each grammar by its token. Then `RequestGrammar.end` says if its request ends."""
-        pairs = [(grammar, token) for grammar, token in pairs if not grammar.is_lost()]
         if not pairs:
             return
         run, early = None, [False] * len(pairs)
@@ -137,7 +133,6 @@ class StepMasks:
         early: list[Row | None] = [None] * (0 if run is None else run.num_rows)
         fresh: list[Row] = []
         late: list[Row] = []
-        lost: list[Row] = []
         has_free = False
         for row, req in enumerate(sampled):
             grammar = req.grammar
@@ -146,8 +141,8 @@ class StepMasks:
             elif run is not None and grammar.place is not None and grammar.place[0] is run:
                 early[grammar.place[1]] = row, req, grammar
             elif req.row >= 0:
-                (late if grammar.late is not None else lost if grammar.is_lost() else fresh).append((row, req, grammar))
-        rows = [row for row in early if row is not None] + fresh + late + lost
+                (fresh if grammar.late is None else late).append((row, req, grammar))
+        rows = [row for row in early if row is not None] + fresh + late
         if not rows:
             return None
         assert None not in early, "a mask was started for a request that the step does not have"
@@ -157,7 +152,7 @@ class StepMasks:
             self.matchers.start([grammar.open() for _, _, grammar in fresh], run), fresh, strict=True
         ):
             grammar.place = run, place
-        return StartedMasks(rows, len(lost), has_free, run, buffer, buffer.words[: len(rows)])
+        return StartedMasks(rows, has_free, run, buffer, buffer.words[: len(rows)])
 
     def finish(self, started: StartedMasks | None, is_due: Callable[[], bool] | None) -> MaskedStep:
         """Wait for the masks that `start` started.
@@ -169,7 +164,6 @@ class StepMasks:
         if started is None:
             return step
         rows, run = started.rows, started.run
-        num_started = len(rows) - started.num_lost
         bits: Words = started.words.numpy()
         ready = bytearray(len(rows))
         if run.num_rows:
@@ -180,9 +174,8 @@ class StepMasks:
                 if ready[place]:  # a row that failed meanwhile is late
                     rows[place][2].error = run.error(place)
         waits = is_due is None or (not run.num_rows and not started.has_free)
-        for place in range(run.num_rows, num_started):
+        for place in range(run.num_rows, len(rows)):
             ready[place] = _take_late(rows[place][2], bits[place], wait=waits)
-        ready[num_started:] = bytes([1]) * started.num_lost
         for place, (_, req, grammar) in enumerate(rows):
             if req.row < 0:
                 continue
