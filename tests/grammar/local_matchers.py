@@ -75,14 +75,16 @@ class LocalMatchers(MatcherClient):
     def begin(self, buffer: int) -> Any:
         return LocalRun(buffer, self.words(buffer))
 
-    def consume(self, pairs: Sequence[tuple[Any, int]], run: Any, early: Sequence[bool]) -> list[bool | BaseException]:
+    def consume(
+        self, pairs: Sequence[tuple[Any, int]], run: Any, early: Sequence[bool]
+    ) -> Callable[[], list[bool | BaseException]]:
         outcomes = self.executor.consume(pairs)
         if run is not None:
             places = [place for place, is_early in enumerate(early) if is_early]
             for place, row in zip(places, run.add_matchers([pairs[place][0] for place in places]), strict=True):
                 if outcomes[place] is not False:
                     run.end(row)
-        return outcomes
+        return lambda: outcomes
 
     def start(self, matchers: Sequence[Any], run: Any) -> range:
         rows: range = run.add_matchers(matchers)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,13 +55,21 @@ def started(client: MatcherClient, matchers: list[RemoteMatcher], buffer: int = 
     return run
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until it is stopped: its threads may run on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "the process does not stop"
+
+
 def masks(client: MatcherClient, matchers: list[RemoteMatcher], buffer: int = 0) -> np.ndarray:
     started(client, matchers, buffer).wait(None)
     return client.words(buffer)[: len(matchers)].copy()
 
 
 def consume(client: MatcherClient, pairs: list[tuple[RemoteMatcher, int]]) -> list[bool | BaseException]:
-    return client.consume(pairs, None, [False] * len(pairs))
+    return client.consume(pairs, None, [False] * len(pairs))()
 
 
 def test_masks_and_ends_are_those_of_matchers_in_this_process(shared: MatcherClient) -> None:
@@ -84,7 +94,7 @@ def test_masks_that_are_started_with_the_tokens_are_those_after_them(shared: Mat
     matchers, later = [shared.compile(regex(text)) for text in texts], shared.compile(regex("[x-z]"))
     run = shared.begin(1)
     shared.words(1)[:] = 0
-    outcomes = shared.consume([(matcher, 69) for matcher in matchers], run, [True, True, True, False])
+    outcomes = shared.consume([(matcher, 69) for matcher in matchers], run, [True, True, True, False])()
     assert outcomes == [True, False, False, False]
     assert shared.start([later], run) == range(3, 4)
     run.wait(None)
@@ -96,7 +106,7 @@ def test_masks_that_are_started_with_the_tokens_are_those_after_them(shared: Mat
 def test_a_token_that_breaks_a_matcher_fails_its_row(shared: MatcherClient) -> None:
     matchers = [shared.compile(regex("ab")), shared.compile(regex("ab"))]
     run = shared.begin(0)
-    broken, goes_on = shared.consume([(matchers[0], 70), (matchers[1], 69)], run, [True, True])
+    broken, goes_on = shared.consume([(matchers[0], 70), (matchers[1], 69)], run, [True, True])()
     run.wait(None)
     assert isinstance(broken, GrammarFailedError) and goes_on is False and list(run.failed_rows()) == [0]
 
@@ -176,7 +186,7 @@ def test_a_process_that_hangs_is_killed(step: str, client: MatcherClient, monkey
     for module, name in ((matcher_child, "STEP_SECONDS"), (matcher_child, "_CALL_SECONDS")):
         monkeypatch.setattr(module, name, 0.1)
     monkeypatch.setattr(matcher_client, "STEP_SECONDS", 0.1)
-    os.kill(pid_of(client), signal.SIGSTOP)
+    stop(pid_of(client))
     if step == "consume":
         assert isinstance(consume(client, [(matcher, 69)])[0], MatchersLostError)
     elif step == "start":

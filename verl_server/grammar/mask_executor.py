@@ -18,7 +18,7 @@ from llguidance import LLExecutor
 from verl_server.grammar.compiler import Matcher
 from verl_server.grammar.mask_memory import FAILED, WRITTEN, States, Words
 
-_THREADS = max(1, min(3, (os.cpu_count() or 1) - 1))
+_THREADS = min(2, os.cpu_count() or 1)
 """The most slow masks that are computed at the same time.
 
 After each mask, threads take turns at the interpreter's lock: with more of them, fast masks would take longer.

@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,7 @@ from verl_server.grammar.mask_progress import MaskProgress
 from verl_server.grammar.matcher_child import STEP_SECONDS, MatcherChild
 from verl_server.grammar.matcher_messages import Compile, Copy
 
-_PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 4))
+_PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Number of processes. Threads of one process take turns at its interpreter's lock, those of several do not."""
 
 
@@ -98,8 +98,11 @@ class MatcherClient:
 
     def consume(
         self, pairs: Sequence[tuple[RemoteMatcher, int]], run: RemoteRun | None, early: Sequence[bool]
-    ) -> list[bool | BaseException]:
-        """Advance each matcher by its token. Return for each whether its output is complete, or why it failed.
+    ) -> Callable[[], list[bool | BaseException]]:
+        """Advance each matcher by its token.
+
+        Return a function that waits, and returns for each matcher whether its output is complete, or why it failed. It
+        must be called before anything else is sent.
 
         The masks of the matchers that are `early` become the next rows of `run`, in their order. They are computed at
         once, unless the outcome ends the request: then the row has no mask.
@@ -114,10 +117,14 @@ class MatcherClient:
             numbers, tokens = [pairs[place][0].number for place in places], [pairs[place][1] for place in places]
             buffer = 0 if run is None else run.buffer
             asked.append((places, child.consume(numbers, tokens, buffer, [rows[place] for place in places])))
-        outcomes: list[bool | BaseException] = [False] * len(pairs)
-        for places, answer in asked:
-            for place, outcome in zip(places, answer(), strict=True):
-                outcomes[place] = outcome
+
+        def outcomes() -> list[bool | BaseException]:
+            found: list[bool | BaseException] = [False] * len(pairs)
+            for places, answer in asked:
+                for place, outcome in zip(places, answer(), strict=True):
+                    found[place] = outcome
+            return found
+
         return outcomes
 
     def start(self, matchers: Sequence[RemoteMatcher], run: RemoteRun) -> range:

@@ -41,8 +41,6 @@ class RequestGrammar:
         """Allow EOS only where no other token is allowed."""
         self.error: BaseException | None = None
         """Why the last mask, or the last token, could not be processed."""
-        self.is_complete = False
-        """True if the last token completed the output: the grammar allows nothing but an end."""
         self.late: LateMask | None = None
         """The mask that is still being computed, or that no step has used yet."""
         self.place: tuple[MaskProgress, int] | None = None
@@ -77,12 +75,6 @@ class RequestGrammar:
             return None
         matcher.reset()
         return matcher
-
-    def end(self, token: int) -> FinishReason | None:
-        """Return the finish reason if the request ends after `token`, else None. Call it after `token` was consumed."""
-        if self.error is None and not self.is_complete:
-            return None
-        return FinishReason(type="stop", matched=token) if self.error is None else failed(self.error)
 
 
 def failed(error: BaseException) -> FinishReason:

@@ -228,14 +228,15 @@ class Req:
         return limit if self.prompt_logprobs is None else min(limit, self.prompt_logprobs.start)
 
     def append(self, token: int) -> FinishReason | None:
-        """Append a sampled token. Return the reason if the request ends with it, None if it continues."""
+        """Append a sampled token. Return the reason if the request ends with it, None if it continues.
+
+        `RequestGrammar.end` says if its grammar ends it.
+        """
         self.num_pending -= 1
         self.output_ids.append(token)
         self.token_ids.append(token)
         if token in self.stop_ids:
             return FinishReason(type="stop", matched=token)
-        if self.grammar is not None and (reason := self.grammar.end(token)) is not None:
-            return reason
         if len(self.output_ids) >= self.max_new_tokens:
             return FinishReason(type="length", length=len(self.output_ids))
         return None
@@ -381,6 +382,10 @@ class BatchOutput:
         out.cached_tokens.append(req.cached_tokens)
         out.num_retractions.append(req.num_retractions)
         return len(out.rids) - 1
+
+    def end(self, index: int, finish_reason: FinishReason) -> None:
+        """Set the finish reason of entry `index`."""
+        self._out.finish_reasons[index] = finish_reason
 
     def add_refusal(self, rid: str, finish_reason: FinishReason) -> None:
         """Append a terminal entry for a request that never became a `Req`."""

@@ -38,8 +38,10 @@ from verl_server.scheduler.control.control_queue import ControlQueue
 from verl_server.scheduler.control.profiler import StepProfiler
 from verl_server.scheduler.grammars import Grammars
 from verl_server.scheduler.request_checks import check_request
+from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
+from verl_server.scheduler.step_masks import Outcomes
 from verl_server.scheduler.step_pipeline import MEMORY_REMEDY, StepPipeline
 from verl_server.server_args import ServerArgs
 from verl_server.worker.tp_worker import TpWorker
@@ -279,8 +281,8 @@ class Scheduler:
             if state is not None:
                 state.add(part)
         vocab_size, out = self.worker.runner.vocab_size, self._output
-        if batch.has_grammars:
-            self._consume(batch, output)
+        outcomes = self._consume(batch, output) if batch.has_grammars else None
+        entries: dict[RequestGrammar, tuple[Req, int]] = {}
         finished: list[tuple[Req, bool]] = []
         num_tokens = 0
         tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
@@ -302,6 +304,8 @@ class Scheduler:
             num_tokens += 1
             reason = req.append(token)
             index = out.add(req, reason, [token], [logprob])
+            if req.grammar is not None:
+                entries[req.grammar] = req, index
             if req.wants_candidates:
                 out.add_candidates(index, req, output, sampled)
             if req.spec.adds_policy:
@@ -310,6 +314,13 @@ class Scheduler:
                 out.add_prompt_logprobs(index, req)
             if reason is not None:
                 finished.append((req, True))
+        if outcomes is not None:
+            for grammar, end in outcomes():
+                if grammar in entries:  # else the request ended without its token
+                    req, index = entries[grammar]
+                    out.end(index, end)
+                    if (req, True) not in finished:
+                        finished.append((req, True))
         for req in prefilled:  # a request with max_new_tokens=0 ends as soon as its prompt is computed
             if req.max_new_tokens == 0 and not req.prefilling:
                 index = out.add(req, FinishReason(type="length", length=0), [], [])
@@ -321,11 +332,14 @@ class Scheduler:
         self.planner.remove_finished(finished)
         self.stats.count_step(num_tokens)
 
-    def _consume(self, batch: ScheduleBatch, output: ForwardOutput) -> None:
-        """Advance the matchers of the requests that continue after their new token."""
+    def _consume(self, batch: ScheduleBatch, output: ForwardOutput) -> Outcomes:
+        """Advance the matchers of the requests that continue after their new token.
+
+        Return a function that waits, and returns the requests that end. Meanwhile the tokens are processed.
+        """
         assert self.grammars.masks is not None
         tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
-        self.grammars.masks.consume(
+        return self.grammars.masks.consume(
             [
                 (req.grammar, token)
                 for req, token, logprob in tokens

@@ -33,6 +33,9 @@ MOST_BUFFERS = 4
 """The most buffers. Each buffer has the masks of all rows. Late masks may occupy all buffers except one."""
 
 
+Outcomes = Callable[[], list[tuple[RequestGrammar, FinishReason]]]
+"""Waits until tokens are consumed, and returns which requests end with theirs: (grammar, reason)."""
+
 Row = tuple[int, Req, RequestGrammar]
 """(row of the step, request, its grammar)"""
 
@@ -101,25 +104,35 @@ class StepMasks:
         """Let `consume` start the masks of a step at once. `sampled` are its requests, for which `start` is called."""
         self._next = {req.grammar for req in sampled if req.grammar is not None and req.grammar.late is None}
 
-    def consume(self, pairs: Sequence[tuple[RequestGrammar, int]]) -> None:
-        """Advance the matcher of each grammar by its token. Then `RequestGrammar.end` says if its request ends."""
+    def consume(self, pairs: Sequence[tuple[RequestGrammar, int]]) -> Outcomes:
+        """Advance the matcher of each grammar by its token.
+
+        Return a function that waits until that is done, and returns which requests end, and why. It must be called.
+        """
         if not pairs:
-            return
+            return lambda: []
         run, early = None, [False] * len(pairs)
         if self._next is not None:
             self._begun = self._take_buffer()
             run = self._begun.begin(self.matchers)
             early = [grammar in self._next for grammar, _ in pairs]
-        first = 0 if run is None else run.num_rows
-        outcomes = self.matchers.consume([(grammar.open(), token) for grammar, token in pairs], run, early)
-        for (grammar, _), is_early, outcome in zip(pairs, early, outcomes, strict=True):
-            if run is not None and is_early:
-                grammar.place = run, first
-                first += 1
-            if isinstance(outcome, BaseException):
-                grammar.error = outcome
-            else:
-                grammar.is_complete = outcome
+        wait = self.matchers.consume([(grammar.open(), token) for grammar, token in pairs], run, early)
+        if run is not None:
+            started = (grammar for (grammar, _), is_early in zip(pairs, early, strict=True) if is_early)
+            for place, grammar in enumerate(started):
+                grammar.place = run, place
+
+        def outcomes() -> list[tuple[RequestGrammar, FinishReason]]:
+            ends = []
+            for (grammar, token), outcome in zip(pairs, wait(), strict=True):
+                if isinstance(outcome, BaseException):
+                    grammar.error = outcome
+                    ends.append((grammar, failed(outcome)))
+                elif outcome:
+                    ends.append((grammar, FinishReason(type="stop", matched=token)))
+            return ends
+
+        return outcomes
 
     def start(self, sampled: Sequence[Req]) -> StartedMasks | None:
         """Start to compute the masks for the rows of a step. Return None if no row needs a mask.
