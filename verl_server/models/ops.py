@@ -124,7 +124,7 @@ def cuda_ops(device: torch.device, *, pdl: bool = False) -> Ops:
     def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] == 1:
             return gemv(x, weight, bias, pdl=pdl)
-        return skinny(x, weight, bias) if skinny.is_faster(x, weight) else F.linear(x, weight, bias)
+        return skinny(x, weight, bias, pdl=pdl) if skinny.is_faster(x, weight) else F.linear(x, weight, bias)
 
     norm, add_norm, activation = (partial(kernel, pdl=pdl) for kernel in (rms_norm, add_rms_norm, silu_mul))
     return Ops(norm, add_norm, activation, fastest_linear)
