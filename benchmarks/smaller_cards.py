@@ -16,7 +16,9 @@ Every case is reported as a line `smaller_card`, and all of them as a table:
     decode graphs   captured, of those that there can be. All should be captured
     few, of full    tokens/s of `few`, and the ratio to the whole card. The goal is 0.95
     many, of limit  tokens/s of `many`, and their share of what memory and arithmetic of this card allow if as many
-                    requests run at once as the KV cache holds (`workload.seconds_with_capacity`)
+                    requests run at once as the KV cache holds at their mean length (`workload.seconds_with_capacity`).
+                    All requests grow at the same time, so a cache that holds fewer of them at their full length lets
+                    the last ones wait, or retracts them: that is lost
     of full         that share divided by the whole card's. The goal is 0.95
     lost            what the smaller memory costs: requests at once, graphs; or the error of a start that failed
 
@@ -177,9 +179,9 @@ def _row(lines: Lines, cases: list[Case], device: str) -> dict[str, Any] | None:
 def _losses(row: dict[str, Any], requests: int, prompt: int, output: int) -> list[str]:
     found = []
     if row["kv_cache_tokens"]:
-        at_once = int(row["kv_cache_tokens"] / (prompt + output / 2))
+        at_once = int(row["kv_cache_tokens"] / (prompt + output))
         if at_once < requests:
-            found.append(f"about {at_once} of {requests} requests at once")
+            found.append(f"the KV cache holds {at_once} of {requests} requests at their full length")
     if row["decode_graphs"] is not None and row["decode_graphs"] < row["decode_graphs_in_all"]:
         found.append(f"{row['decode_graphs_in_all'] - row['decode_graphs']:g} decode graphs")
     if row["graphs_without_memory"]:

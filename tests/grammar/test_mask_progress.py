@@ -44,9 +44,13 @@ def test_slow_rows_are_left_when_the_step_is_due() -> None:
 
 
 def test_rows_that_are_being_written_are_waited_for_though_the_step_is_due() -> None:
-    progress = Scripted(40, [31, 1, 1, 1, 0, 6])
+    """Fewer than one of 25 rows in the time between two looks are no reason to wait."""
+    progress = Scripted(40, [31, 2, 2, 1, 0, 4])
     progress.wait(due_after(0, progress))
-    assert progress.done.count(1) == 34
+    assert progress.done.count(1) == 36
+    few = Scripted(12, [9, 1, 1, 0, 1])
+    few.wait(due_after(0, few))
+    assert few.done.count(1) == 11
 
 
 @pytest.mark.parametrize(("rows", "enough"), [(40, 30), (16, 8), (9, 1), (8, 0)])

@@ -14,7 +14,12 @@ import numpy as np
 from verl_server.grammar.mask_memory import FAILED, PENDING, States
 
 _POLL_SECONDS = 1e-4
-"""Seconds between two looks at the states. If no mask becomes ready meanwhile, those that are left count as slow."""
+"""Seconds between two looks at the states."""
+_SLOW = 0.04
+"""Fraction of the masks. If fewer become ready between two looks, those that are left count as slow.
+
+The interval is about this fraction of a short step: waiting would cost all rows more than it gives to few.
+"""
 _LEAST_READY = 0.75
 """Fraction of the masks for which a step waits even if the others are slow."""
 _MOST_SLOW = 8
@@ -68,10 +73,10 @@ class MaskProgress:
 
         At least `least` rows are done then. With `is_due` None, wait for all rows.
         """
-        count, before = len(self._states), -1
+        count, before = len(self._states), -len(self._states)
         enough = max(least, min(int(_LEAST_READY * count), count - _MOST_SLOW))
         while (done := self._num_done()) < count:
-            if done == before and done >= enough and is_due is not None and is_due():
+            if done - before <= _SLOW * count and done >= enough and is_due is not None and is_due():
                 return
             before = done
             self._wait_a_moment()
