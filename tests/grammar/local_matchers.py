@@ -77,14 +77,15 @@ class LocalMatchers(MatcherClient):
 
     def consume(
         self, pairs: Sequence[tuple[Any, int]], run: Any, early: Sequence[bool]
-    ) -> Callable[[], list[bool | BaseException]]:
+    ) -> Callable[[], dict[int, BaseException | None]]:
         outcomes = self.executor.consume(pairs)
         if run is not None:
             places = [place for place, is_early in enumerate(early) if is_early]
             for place, row in zip(places, run.add_matchers([pairs[place][0] for place in places]), strict=True):
                 if outcomes[place] is not False:
                     run.end(row)
-        return lambda: outcomes
+        ends = {place: None if outcome is True else outcome for place, outcome in enumerate(outcomes) if outcome}
+        return lambda: ends
 
     def start(self, matchers: Sequence[Any], run: Any) -> range:
         rows: range = run.add_matchers(matchers)

@@ -23,7 +23,7 @@ from verl_server.grammar.failure import MatchersLostError
 from verl_server.grammar.mask_memory import MaskMemory
 from verl_server.grammar.matcher_messages import (
     BROKEN,
-    COMPLETE,
+    GOES_ON,
     Answer,
     Call,
     Consume,
@@ -96,27 +96,25 @@ class MatcherChild:
 
     def consume(
         self, matchers: list[int], tokens: list[int], buffer: int, rows: list[int]
-    ) -> Callable[[], list[bool | BaseException]]:
+    ) -> Callable[[], dict[int, BaseException | None]]:
         """Advance matchers by tokens, then compute masks into rows of a buffer, for those whose row is not -1.
 
-        Return a function that waits, and returns the outcome of each matcher: whether its output is complete, or why it
-        failed. Call the function before anything else is sent.
+        Return a function that waits, and returns which matchers do not go on, by their places: why they failed, or None
+        if the output is complete. Call the function before anything else is sent.
         """
         message = Consume(matchers, tokens, buffer, rows, _take(self.reset), _take(self.dropped))
         with contextlib.suppress(MatchersLostError):
             self._send(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
 
-        def outcomes() -> list[bool | BaseException]:
+        def ends() -> dict[int, BaseException | None]:
             try:
                 states = self._receive(self._steps, STEP_SECONDS)
             except MatchersLostError as error:
-                return [error] * len(matchers)
-            return [
-                self.explain(number) if state == BROKEN else state == COMPLETE
-                for number, state in zip(matchers, states, strict=True)
-            ]
+                return dict.fromkeys(range(len(matchers)), error)
+            places = [place for place, state in enumerate(states) if state != GOES_ON] if any(states) else []
+            return {place: self.explain(matchers[place]) if states[place] == BROKEN else None for place in places}
 
-        return outcomes
+        return ends
 
     def start(self, buffer: int, rows: list[int], matchers: list[int]) -> None:
         """Compute masks into rows of a buffer. If the process has ended, nobody computes them."""

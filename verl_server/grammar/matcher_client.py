@@ -98,14 +98,14 @@ class MatcherClient:
 
     def consume(
         self, pairs: Sequence[tuple[RemoteMatcher, int]], run: RemoteRun | None, early: Sequence[bool]
-    ) -> Callable[[], list[bool | BaseException]]:
+    ) -> Callable[[], dict[int, BaseException | None]]:
         """Advance each matcher by its token.
 
-        Return a function that waits, and returns for each matcher whether its output is complete, or why it failed. It
-        must be called before anything else is sent.
+        Return a function that waits, and returns which matchers do not go on, by their places in `pairs`: why they
+        failed, or None if the output is complete. It must be called before anything else is sent.
 
         The masks of the matchers that are `early` become the next rows of `run`, in their order. They are computed at
-        once, unless the outcome ends the request: then the row has no mask.
+        once, unless the matcher does not go on: then the row has no mask.
         """
         rows = [-1] * len(pairs)
         if run is not None:
@@ -118,14 +118,10 @@ class MatcherClient:
             buffer = 0 if run is None else run.buffer
             asked.append((places, child.consume(numbers, tokens, buffer, [rows[place] for place in places])))
 
-        def outcomes() -> list[bool | BaseException]:
-            found: list[bool | BaseException] = [False] * len(pairs)
-            for places, answer in asked:
-                for place, outcome in zip(places, answer(), strict=True):
-                    found[place] = outcome
-            return found
+        def ends() -> dict[int, BaseException | None]:
+            return {places[own]: why for places, answer in asked for own, why in answer().items()}
 
-        return outcomes
+        return ends
 
     def start(self, matchers: Sequence[RemoteMatcher], run: RemoteRun) -> range:
         """Compute the masks of matchers. Return their rows, which are the next rows of `run`.

@@ -124,12 +124,10 @@ class StepMasks:
 
         def outcomes() -> list[tuple[RequestGrammar, FinishReason]]:
             ends = []
-            for (grammar, token), outcome in zip(pairs, wait(), strict=True):
-                if isinstance(outcome, BaseException):
-                    grammar.error = outcome
-                    ends.append((grammar, failed(outcome)))
-                elif outcome:
-                    ends.append((grammar, FinishReason(type="stop", matched=token)))
+            for place, error in wait().items():
+                grammar, token = pairs[place]
+                grammar.error = error
+                ends.append((grammar, FinishReason(type="stop", matched=token) if error is None else failed(error)))
             return ends
 
         return outcomes
