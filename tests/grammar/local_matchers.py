@@ -10,7 +10,7 @@ import numpy as np
 
 from verl_server.grammar.compiler import GrammarCompiler, Matcher
 from verl_server.grammar.mask_executor import MaskExecutor, MaskRun
-from verl_server.grammar.mask_memory import WRITTEN, Words
+from verl_server.grammar.mask_memory import WRITTEN, States, Words
 from verl_server.grammar.mask_progress import MaskProgress
 from verl_server.grammar.matcher_client import MatcherClient, RemoteMatcher
 
@@ -26,13 +26,13 @@ class LocalMatcher(Matcher):
 class LocalRun(MaskProgress):
     """Masks that this process computes when the rest of the step is started."""
 
-    def __init__(self, buffer: int, words: Words) -> None:
+    def __init__(self, buffer: int, words: Words, states: States) -> None:
         self.buffer, self.words = buffer, words
         self.errors: dict[int, BaseException] = {}
         self.matchers: list[Matcher] = []
         self.ended: set[int] = set()
         """Rows that need no mask, because their token ended the output."""
-        super().__init__(np.zeros(len(words), dtype=np.uint8), self.errors.__getitem__, lambda: None)
+        super().__init__(states, self.errors.__getitem__, lambda: None)
 
     def add_matchers(self, matchers: Sequence[Matcher]) -> range:
         self.matchers += matchers
@@ -59,6 +59,7 @@ class LocalMatchers(MatcherClient):
         self.compiler = GrammarCompiler(tokenizer, eos_token_ids, vocab_size)
         self.executor = MaskExecutor()
         self.buffers = np.zeros((buffers, max_rows, self.compiler.num_words), dtype=np.int32)
+        self.states = np.zeros((buffers, max_rows), dtype=np.uint8)
         self.before_compilation: Callable[[str], object] = lambda grammar: None
 
     def compile(self, grammar: str) -> RemoteMatcher:
@@ -73,7 +74,7 @@ class LocalMatchers(MatcherClient):
         return words
 
     def begin(self, buffer: int) -> Any:
-        return LocalRun(buffer, self.words(buffer))
+        return LocalRun(buffer, self.words(buffer), self.states[buffer])
 
     def consume(
         self, pairs: Sequence[tuple[Any, int]], run: Any, early: Sequence[bool]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tests.grammar.local_matchers import LocalRun
@@ -14,7 +15,7 @@ from verl_server.grammar.mask_executor import MaskExecutor
 
 
 def started(given: Any, words: Any) -> LocalRun:
-    progress = LocalRun(0, words)
+    progress = LocalRun(0, words, np.zeros(len(words), dtype=np.uint8))
     progress.add_matchers(given)
     progress.compute(MaskExecutor())
     return progress

@@ -91,3 +91,19 @@ def test_rows_are_added_while_others_are_written() -> None:
     assert progress.all_done and progress.add(2) == range(2) and progress.done == bytes(2)
     progress._states[1] = WRITTEN
     assert progress.add(1) == range(2, 3) and progress.done == b"\x00\x01\x00"
+
+
+def test_the_states_of_a_step_outlast_the_next_use_of_its_memory() -> None:
+    """A late mask is used by a later step, when the memory may have the states of another step already."""
+    states = np.zeros(4, dtype=np.uint8)
+    first, second = [
+        MaskProgress(states, lambda row, i=i: RuntimeError(f"{i}, {row}"), lambda: None)  # type: ignore[misc]
+        for i in range(2)
+    ]
+    first.add(3)
+    states[:3] = WRITTEN, FAILED, WRITTEN
+    first.detach()
+    second.add(3)
+    assert first.all_done and list(first.failed_rows()) == [1] and second.done == bytes(3)
+    states[:3] = FAILED, WRITTEN, WRITTEN
+    assert list(first.failed_rows()) == [1] and list(second.failed_rows()) == [0]

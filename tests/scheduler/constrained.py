@@ -11,7 +11,7 @@ from tests.grammar.conftest import EOS, TOKENIZER
 from tests.grammar.local_matchers import LocalMatchers, LocalRun
 from tests.scheduler.fakes import Harness, prompt
 from verl_server.grammar.mask_executor import MaskExecutor
-from verl_server.grammar.mask_memory import FAILED, Words
+from verl_server.grammar.mask_memory import FAILED, States, Words
 from verl_server.grammar.matcher_client import RemoteMatcher
 from verl_server.grammar.source import Grammar, Kind, translate
 from verl_server.messages.io_struct import GrammarTokenizer, TokenizedGenerateReq
@@ -84,8 +84,8 @@ class GrammarHarness(Harness):
 class HeldRun(LocalRun):
     """Computes its rows in the test's thread: the held ones only when somebody waits for them."""
 
-    def __init__(self, buffer: int, words: Words, holder: HeldMasks) -> None:
-        super().__init__(buffer, words)
+    def __init__(self, buffer: int, words: Words, states: States, holder: HeldMasks) -> None:
+        super().__init__(buffer, words, states)
         self.held = set[int]()
         self._holder = holder
 
@@ -121,7 +121,7 @@ class HeldMasks(LocalMatchers):
     """Holds the masks of some matchers until `release` finds that they are not held any longer."""
 
     def __init__(self, local: LocalMatchers, is_held: Callable[[Any], bool]) -> None:
-        self.executor, self.buffers = local.executor, local.buffers
+        self.executor, self.buffers, self.states = local.executor, local.buffers, local.states
         self.is_held = is_held
         self.fails: Callable[[Any], bool] = lambda _: False
         """Returns True if the library fails to compute a mask."""
@@ -134,7 +134,7 @@ class HeldMasks(LocalMatchers):
         return sum(len(run.held) for run in self.runs)
 
     def begin(self, buffer: int) -> HeldRun:
-        self.runs.append(HeldRun(buffer, self.words(buffer), self))
+        self.runs.append(HeldRun(buffer, self.words(buffer), self.states[buffer], self))
         return self.runs[-1]
 
     def release(self) -> None:

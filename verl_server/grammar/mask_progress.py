@@ -49,6 +49,11 @@ class MaskProgress:
         self._memory[rows.start : rows.stop] = PENDING
         return rows
 
+    def detach(self) -> None:
+        """Keep the states of the rows, which are all done: the memory gets the states of another step."""
+        assert self.all_done
+        self._memory = self._states.copy()
+
     def is_done(self, row: int) -> bool:
         """Return True if the mask of the row is written, or could not be computed."""
         return bool(self._states[row] != PENDING)

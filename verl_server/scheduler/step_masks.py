@@ -63,7 +63,15 @@ class _Buffer:
     """The late masks in the buffer."""
 
     def begin(self, matchers: MatcherClient) -> RemoteRun:
-        """Let the buffer have the masks of another step."""
+        """Let the buffer have the masks of another step. It is free.
+
+        Its late masks stay what they are, because their requests may use them much later.
+        """
+        if self.run is not None:
+            self.run.detach()
+        for late in self.late:
+            late.words = late.words.copy()
+        self.late = []
         self.run = matchers.begin(self.number)
         return self.run
 
@@ -217,9 +225,6 @@ class StepMasks:
                 assert buffer.run is not None
                 buffer.run.wait(None)
         self._buffers = [other for other in self._buffers if other is not buffer] + [buffer]
-        for late in buffer.late:  # their requests may use them much later
-            late.words = late.words.copy()
-        buffer.late = []
         return buffer
 
     def _open_buffer(self, number: int) -> _Buffer:
