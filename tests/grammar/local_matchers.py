@@ -32,7 +32,13 @@ class LocalRun(MaskProgress):
         self.matchers: list[Matcher] = []
         self.ended: set[int] = set()
         """Rows that need no mask, because their token ended the output."""
-        super().__init__(states, self.errors.__getitem__, lambda: None)
+        super().__init__(states)
+
+    def error(self, row: int) -> BaseException:
+        return self.errors[row]
+
+    def check(self) -> None:
+        """This process computes all rows."""
 
     def add_matchers(self, matchers: Sequence[Matcher]) -> range:
         self.matchers += matchers

@@ -11,15 +11,25 @@ from verl_server.grammar.mask_memory import FAILED, WRITTEN
 from verl_server.grammar.mask_progress import MaskProgress
 
 
-class Scripted(MaskProgress):
+class Shared(MaskProgress):
+    """The rows of a step in memory that others write."""
+
+    def error(self, row: int) -> BaseException:
+        return RuntimeError(str(row))
+
+    def check(self) -> None:
+        """All rows are written at some time."""
+
+
+class Scripted(Shared):
     """Writes the masks of `script[i]` rows at the i-th look, and then none."""
 
     def __init__(self, rows: int, script: list[int]) -> None:
-        super().__init__(np.zeros(rows + 2, dtype=np.uint8), lambda row: RuntimeError(str(row)), self.look)
+        super().__init__(np.zeros(rows + 2, dtype=np.uint8))
         self.add(rows)
         self.script, self.looks = script, 0
 
-    def look(self) -> None:
+    def check(self) -> None:
         self.looks += 1
         assert self.looks < 100, "nothing ends this wait"
         if self.script:
@@ -87,7 +97,7 @@ def test_rows_that_failed_are_done_and_have_an_error() -> None:
 
 def test_rows_are_added_while_others_are_written() -> None:
     """The states of an earlier step are no states of the rows."""
-    progress = MaskProgress(np.full(4, WRITTEN, dtype=np.uint8), lambda row: RuntimeError(str(row)), lambda: None)
+    progress = Shared(np.full(4, WRITTEN, dtype=np.uint8))
     assert progress.all_done and progress.add(2) == range(2) and progress.done == bytes(2)
     progress._states[1] = WRITTEN
     assert progress.add(1) == range(2, 3) and progress.done == b"\x00\x01\x00"
@@ -96,10 +106,7 @@ def test_rows_are_added_while_others_are_written() -> None:
 def test_the_states_of_a_step_outlast_the_next_use_of_its_memory() -> None:
     """A late mask is used by a later step, when the memory may have the states of another step already."""
     states = np.zeros(4, dtype=np.uint8)
-    first, second = [
-        MaskProgress(states, lambda row, i=i: RuntimeError(f"{i}, {row}"), lambda: None)  # type: ignore[misc]
-        for i in range(2)
-    ]
+    first, second = Shared(states), Shared(states)
     first.add(3)
     states[:3] = WRITTEN, FAILED, WRITTEN
     first.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -213,6 +214,20 @@ def test_only_the_matchers_of_the_process_that_ended_are_lost() -> None:
     assert list(progress.failed_rows()) == [1, 3] and (client.words(1)[[0, 2]] == expected[[0, 2]]).all()
     assert consume(client, [(matcher, 69) for matcher in matchers]) == [False, child.lost, False, child.lost]
     client.close()
+
+
+def test_a_step_and_its_matchers_are_freed_without_a_garbage_collection(shared: MatcherClient) -> None:
+    """Scheduler processes collect old objects in idle time only, and a process keeps each matcher until it is freed."""
+    matcher = shared.compile(regex("ab"))
+    gc.disable()
+    try:
+        run = started(shared, [matcher])
+        run.wait(None)
+        number, child = matcher.number, matcher.child
+        del run, matcher
+        assert number in child.dropped
+    finally:
+        gc.enable()
 
 
 def test_the_process_ends_with_its_client(client: MatcherClient) -> None:

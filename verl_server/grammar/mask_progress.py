@@ -7,6 +7,7 @@ afterwards, in memory that both share.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -26,17 +27,20 @@ _MOST_SLOW = 8
 """Number of slow masks that a step leaves out even if they are more than a quarter of its rows."""
 
 
-class MaskProgress:
+class MaskProgress(ABC):
     """The masks of one step. No other code may use the matcher of a row until the row is done."""
 
-    def __init__(self, states: States, error: Callable[[int], BaseException], check: Callable[[], None]) -> None:
-        """`states` uint8 [most rows] are changed by those who write the masks. `num_rows` of them are used.
-
-        `error` returns why a row failed. `check` is called while rows are waited for: it lets all rows fail that nobody
-        computes any more.
-        """
+    def __init__(self, states: States) -> None:
+        """`states` uint8 [most rows] are changed by those who write the masks. `num_rows` of them are used."""
         self._memory, self.num_rows = states, 0
-        self.error, self.check = error, check
+
+    @abstractmethod
+    def error(self, row: int) -> BaseException:
+        """Return why a row failed."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Let all rows fail that nobody computes any more. Called while rows are waited for."""
 
     @property
     def _states(self) -> States:

@@ -160,7 +160,7 @@ class RemoteRun(MaskProgress):
     """The masks of one step, which processes write."""
 
     def __init__(self, buffer: int, states: States) -> None:
-        super().__init__(states, self._error, self._check)
+        super().__init__(states)
         self.buffer = buffer
         self._matchers: list[RemoteMatcher] = []
         """Matcher of each row."""
@@ -173,11 +173,11 @@ class RemoteRun(MaskProgress):
         self._children.update([matcher.child for matcher in matchers])
         return self.add(len(matchers))
 
-    def _error(self, row: int) -> BaseException:
+    def error(self, row: int) -> BaseException:
         matcher = self._matchers[row]
         return matcher.child.lost or matcher.child.explain(matcher.number)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         is_overdue = time.monotonic() > self._deadline
         for child in self._children:
             child.check()
