@@ -230,6 +230,22 @@ def test_a_step_and_its_matchers_are_freed_without_a_garbage_collection(shared: 
         gc.enable()
 
 
+def test_a_process_that_hangs_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for its outcomes takes the whole bound, and the masks of the other process are started afterwards."""
+    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=4, buffers=2, processes=2)
+    matchers = [client.compile(regex("ab")) for _ in range(2)]
+    monkeypatch.setattr(matcher_child, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(matcher_client, "STEP_SECONDS", 0.1)
+    run = client.begin(0)
+    stop(matchers[0].child._child.pid)
+    assert client.consume([(matchers[0], 69)], run, [True])() == [matchers[0].lost]
+    monkeypatch.setattr(matcher_client, "STEP_SECONDS", 20.0)
+    assert client.start(matchers[1:], run) == range(1, 2)
+    run.wait(None)
+    assert list(run.failed_rows()) == [0] and matchers[1].lost is None
+    client.close()
+
+
 def test_the_process_ends_with_its_client(client: MatcherClient) -> None:
     matcher = client.compile(regex("ab"))
     client.close()

@@ -165,10 +165,15 @@ class RemoteRun(MaskProgress):
         self._matchers: list[RemoteMatcher] = []
         """Matcher of each row."""
         self._children: set[MatcherChild] = set()
-        self._deadline = time.monotonic() + STEP_SECONDS
+        self._deadline = 0.0
+        """Time until which the rows must be done."""
 
     def add_matchers(self, matchers: Sequence[RemoteMatcher]) -> range:
-        """Add rows for the masks of matchers, and return them."""
+        """Add rows for the masks of matchers, and return them.
+
+        All rows get the whole bound anew: a process that hangs may have held up the scheduler since the last call.
+        """
+        self._deadline = time.monotonic() + STEP_SECONDS
         self._matchers += matchers
         self._children.update([matcher.child for matcher in matchers])
         return self.add(len(matchers))
