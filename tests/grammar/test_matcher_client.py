@@ -246,6 +246,14 @@ def test_a_process_that_hangs_takes_no_other_with_it(monkeypatch: pytest.MonkeyP
     client.close()
 
 
+def test_an_idle_matcher_notices_the_end_of_its_process(client: MatcherClient) -> None:
+    """So a request that comes afterwards is compiled, and does not end with the process."""
+    matcher = client.compile(regex("ab"))
+    os.kill(pid_of(client), signal.SIGKILL)
+    matcher.child._child.popen.wait(timeout=20)
+    assert "ended with signal SIGKILL" in str(matcher.lost)
+
+
 def test_the_process_ends_with_its_client(client: MatcherClient) -> None:
     matcher = client.compile(regex("ab"))
     client.close()

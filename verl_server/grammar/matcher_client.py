@@ -41,6 +41,7 @@ class RemoteMatcher:
     @property
     def lost(self) -> BaseException | None:
         """The reason why the matcher cannot be used any more: its process has ended."""
+        self.child.check()
         return self.child.lost
 
     def copy(self) -> RemoteMatcher:
