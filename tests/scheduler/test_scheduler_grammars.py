@@ -477,6 +477,32 @@ def test_a_late_mask_that_fails_ends_its_own_request() -> None:
     assert h.finished["s1"].status_code == 500 and all(len(h.text(f"s{i}")) == 9 for i in range(2, 6))
 
 
+def test_a_matcher_whose_late_mask_failed_is_not_used_again() -> None:
+    """Its request ended before a step saw that the mask had failed, and a reset does not repair a matcher."""
+    h = GrammarHarness()
+    compiled: list[str] = []
+    h.before_compilation(compiled.append)
+    for i in range(1, 6):
+        h.constrain(f"s{i}", "regex", "[a-f]{9}")
+    h.compile()
+    h.steps(2)
+    slow: list[RemoteMatcher] = []
+    executor = hold(h, lambda matcher: matcher in slow)
+    grammar = h.scheduler.requests["s1"].grammar
+    assert grammar is not None
+    slow.append(grammar.open())
+    h.steps(2)
+    (run,) = [run for run in executor.runs if run.held]
+    (row,) = run.held
+    run.fail(row)
+    h.abort("s1")
+    h.run()
+    for i in range(11, 16):
+        h.constrain(f"s{i}", "regex", "[a-f]{9}")
+    h.finish()
+    assert len(compiled) == 6, "four matchers of five are used again"
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_late_masks_change_no_output(seed: int, overlaps: bool) -> None:

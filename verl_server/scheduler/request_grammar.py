@@ -71,10 +71,14 @@ class RequestGrammar:
         if not self.start.done() or self.start.exception() is not None:
             return None
         matcher = self.open()
-        if self.error is not None or matcher.lost is not None:
+        if self.error is not None or self._mask_failed() or matcher.lost is not None:
             return None
         matcher.reset()
         return matcher
+
+    def _mask_failed(self) -> bool:
+        """Return True if the latest mask could not be computed, although no step may have used it."""
+        return self.place is not None and self.place[1] in self.place[0].failed_rows()
 
 
 def failed(error: BaseException) -> FinishReason:
