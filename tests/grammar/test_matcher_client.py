@@ -254,6 +254,19 @@ def test_an_idle_matcher_notices_the_end_of_its_process(client: MatcherClient) -
     assert "ended with signal SIGKILL" in str(matcher.lost)
 
 
+def test_refusals_of_a_tokenizer_leave_no_descriptors() -> None:
+    """Each of them starts a process."""
+    client = MatcherClient(b"{}", [EOS], VOCAB, max_rows=4, buffers=1, processes=1)
+    counts = []
+    for _ in range(2):
+        with pytest.raises(BadRequestError):
+            client.compile(regex("ab"))
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    client.close()
+    assert counts[0] == counts[1]
+
+
 def test_the_process_ends_with_its_client(client: MatcherClient) -> None:
     matcher = client.compile(regex("ab"))
     client.close()

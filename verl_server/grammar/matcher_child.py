@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
-from verl_server.errors import ServerLaunchError
+from verl_server.errors import BadRequestError, ServerLaunchError
 from verl_server.grammar.failure import MatchersLostError
 from verl_server.grammar.mask_memory import MaskMemory
 from verl_server.grammar.matcher_messages import (
@@ -76,9 +76,12 @@ class MatcherChild:
         setup = Setup(tokenizer, eos_token_ids, vocab_size, layout.buffers, layout.rows, layout.num_words)
         try:
             self._child.wait_ready(_START_SECONDS)
+            self._ask(self._steps, msgspec.msgpack.encode(setup), _START_SECONDS)
         except ServerLaunchError as error:
-            self.lose(f"did not start: {error}")
-        self._ask(self._steps, msgspec.msgpack.encode(setup), _START_SECONDS)
+            self._raise_lost(f"did not start: {error}")
+        except BadRequestError:  # the process has ended by itself
+            self.stop()
+            raise
         for messages in calls:
             self._calls.put(messages)
 
