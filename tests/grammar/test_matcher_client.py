@@ -21,6 +21,7 @@ from verl_server.grammar.failure import GrammarFailedError, MatchersLostError
 from verl_server.grammar.mask_executor import MaskExecutor
 from verl_server.grammar.matcher_client import MatcherClient, RemoteMatcher, RemoteRun
 from verl_server.grammar.source import Grammar, translate
+from verl_server.ipc.blocking_messages import BlockingMessages
 
 _JSON = TOKENIZER.backend_tokenizer.to_str().encode()
 
@@ -243,6 +244,27 @@ def test_a_process_that_hangs_takes_no_other_with_it(monkeypatch: pytest.MonkeyP
     assert client.start(matchers[1:], run) == range(1, 2)
     run.wait(None)
     assert list(run.failed_rows()) == [0] and matchers[1].lost is None
+    client.close()
+
+
+def test_several_processes_that_hang_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests wait meanwhile, so the time must not grow with the number of processes."""
+    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=4, buffers=2, processes=2)
+    matchers = [client.compile(regex("ab")) for _ in range(2)]
+    monkeypatch.setattr(matcher_child, "STEP_SECONDS", 0.1)
+    waits, receive = [], BlockingMessages.receive
+
+    def noted(messages: BlockingMessages, seconds: float | None = None) -> bytes | None:
+        waits.append(seconds)
+        return receive(messages, seconds)
+
+    monkeypatch.setattr(BlockingMessages, "receive", noted)
+    for matcher in matchers:
+        stop(matcher.child._child.pid)
+    outcomes = consume(client, [(matcher, 69) for matcher in matchers])
+    assert outcomes == [matcher.lost for matcher in matchers] and None not in outcomes
+    first, second = waits
+    assert first is not None and second is not None and first > 0 >= second
     client.close()
 
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -106,12 +107,13 @@ class MatcherChild:
         if the output is complete. Call the function before anything else is sent.
         """
         message = Consume(matchers, tokens, buffer, rows, _take(self.reset), _take(self.dropped))
+        deadline = time.monotonic() + STEP_SECONDS  # from here, because the other processes work at the same time
         with contextlib.suppress(MatchersLostError):
             self._send(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
 
         def ends() -> dict[int, BaseException | None]:
             try:
-                states = self._receive(self._steps, STEP_SECONDS)
+                states = self._receive(self._steps, STEP_SECONDS, deadline)
             except MatchersLostError as error:
                 return dict.fromkeys(range(len(matchers)), error)
             places = [place for place, state in enumerate(states) if state != GOES_ON] if any(states) else []
@@ -166,11 +168,12 @@ class MatcherChild:
             raise error
         return answer
 
-    def _receive(self, messages: BlockingMessages, seconds: float) -> bytes:
+    def _receive(self, messages: BlockingMessages, seconds: float, deadline: float | None = None) -> bytes:
+        """Return an answer, which must arrive within `seconds`. They end at `deadline`, by default from now on."""
         if self.lost is not None:
             raise self.lost
         try:
-            answer = messages.receive(seconds)
+            answer = messages.receive(seconds if deadline is None else deadline - time.monotonic())
         except TimeoutError:
             self._raise_lost(f"did not answer within {seconds:g} s and was killed")
         if answer is None:
