@@ -138,6 +138,7 @@ def test_matchers_that_nobody_uses_are_dropped(client: MatcherClient) -> None:
     assert not child.dropped
     outcomes = child.consume([number], [69], 0, [-1])()
     assert isinstance(outcomes[0], MatchersLostError), "the process does not know it any more"
+    assert "ended with code 1" in str(outcomes[0]), "the reason is that of the process"
 
 
 def test_errors_come_back_with_their_kinds(shared: MatcherClient) -> None:

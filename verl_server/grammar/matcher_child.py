@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import socket
+import subprocess
 import threading
 import time
 from collections import deque
@@ -47,6 +48,8 @@ STEP_SECONDS = 20.0
 
 The limits of llguidance let a mask take some milliseconds.
 """
+_EXIT_SECONDS = 2.0
+"""Seconds that a process has to end after it has closed its sockets."""
 _CONNECTIONS = 2
 """Number of grammars that a process compiles at the same time."""
 
@@ -153,6 +156,9 @@ class MatcherChild:
         with self._ending:
             if self.lost is not None:
                 return False
+            if not why:  # it closed its sockets, so it is about to end: a signal would hide the reason
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._child.popen.wait(timeout=_EXIT_SECONDS)
             code = self._child.terminate(grace=0.0)
             why = why or f"ended with {describe_exit(code)}"
             self.lost = MatchersLostError(
