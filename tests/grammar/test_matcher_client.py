@@ -113,6 +113,18 @@ def test_a_token_that_breaks_a_matcher_fails_its_row(shared: MatcherClient) -> N
     assert list(ends) == [0] == list(run.failed_rows()) and isinstance(ends[0], GrammarFailedError)
 
 
+def test_an_answer_that_nobody_reads_is_not_taken_for_the_next_one(shared: MatcherClient) -> None:
+    """The step of the first tokens failed before it was processed."""
+    first, second = shared.compile(regex("a")), shared.compile(regex("ab"))
+    shared.consume([(first, 69)], None, [False])
+    other = [matcher for matcher in (shared.compile(regex("b")) for _ in range(2)) if matcher.child is first.child]
+    assert consume(shared, [(second, 69), (other[0], 69)])[0] is False
+    shared.consume([(second, 70)], None, [False])
+    run = started(shared, other)
+    run.wait(None)
+    assert isinstance(run.error(0), GrammarFailedError), "the reason why it failed, not the answer to the tokens"
+
+
 def test_a_matcher_is_reset_before_its_next_step(shared: MatcherClient) -> None:
     matcher = shared.compile(regex("ab"))
     first = masks(shared, [matcher])
@@ -240,7 +252,7 @@ def test_a_process_that_hangs_takes_no_other_with_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(matcher_client, "STEP_SECONDS", 0.1)
     run = client.begin(0)
     stop(matchers[0].child._child.pid)
-    assert client.consume([(matchers[0], 69)], run, [True])() == [matchers[0].lost]
+    assert client.consume([(matchers[0], 69)], run, [True])() == {0: matchers[0].lost}
     monkeypatch.setattr(matcher_client, "STEP_SECONDS", 20.0)
     assert client.start(matchers[1:], run) == range(1, 2)
     run.wait(None)

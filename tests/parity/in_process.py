@@ -15,7 +15,7 @@ from tests.parity.mixed_requests import MixedRequest, grammar_tokenizer
 from tests.parity.sampling_judge import Found, unpacked
 from tests.scheduler.fakes import FakeStager, Harness
 from verl_server.grammar.mask_executor import MaskExecutor
-from verl_server.grammar.mask_memory import Words
+from verl_server.grammar.mask_memory import States, Words
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.messages.io_struct import BatchTokenIDOut, SchedulerOutput
 from verl_server.sampling.spec import MakeMasks, SampleSpec
@@ -40,8 +40,8 @@ class OverlappedRunner(ModelRunner):
 class LateRun(LocalRun):
     """Computes masks in the caller's thread, and some of them late, by random numbers."""
 
-    def __init__(self, buffer: int, words: Words, rng: random.Random) -> None:
-        super().__init__(buffer, words)
+    def __init__(self, buffer: int, words: Words, states: States, rng: random.Random) -> None:
+        super().__init__(buffer, words, states)
         self._rng = rng
 
     def compute(self, executor: MaskExecutor) -> None:
@@ -76,7 +76,7 @@ class LateMasks(LocalMatchers):
             run.compute_some(0.5)
         self._runs = [run for run in self._runs if not run.all_done]
         self.num_late += len(self._runs)
-        self._runs.append(LateRun(buffer, self.words(buffer), self._rng))
+        self._runs.append(LateRun(buffer, self.words(buffer), self.states[buffer], self._rng))
         return self._runs[-1]
 
 

@@ -354,3 +354,20 @@ def test_matchers_are_free_before_an_error_between_the_masks_ends_requests() -> 
     del h.scheduler.planner.plan_ahead  # type: ignore[method-assign]
     h.run()
     assert h.tokens == expected()
+
+
+def test_tokens_that_cannot_be_processed_end_their_requests_and_no_later_ones() -> None:
+    """The masks that were started with these tokens belong to no step any more."""
+    h = decoding()
+    add = h.scheduler._output.add
+
+    def broken(*args: Any) -> int:
+        h.scheduler._output.add = add  # type: ignore[method-assign]
+        raise RuntimeError("broken tokens")
+
+    h.scheduler._output.add = broken  # type: ignore[method-assign]
+    h.steps()
+    assert {reason.status_code for reason in h.finished.values()} == {500}
+    h.constrain("s9", "regex", "([a-f][0-9]){3}x")
+    h.finish()
+    assert h.finished["s9"].type == "stop" and len(h.text("s9")) == 7

@@ -62,11 +62,8 @@ class MaskMemory:
         start = buffer * self.layout.buffer_bytes + self.layout.words_bytes
         return np.frombuffer(self._map, np.uint8, self.layout.rows, start)
 
-    def close(self) -> None:
-        """Close the descriptor. The memory is freed when no array refers to it any more. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+    def __del__(self) -> None:
+        os.close(self.fd)  # the memory is freed when no array refers to it any more
 
 
 def _whole_pages(count: int) -> int:

@@ -66,6 +66,8 @@ class MatcherChild:
         self.lost: MatchersLostError | None = None
         """Why the process cannot be used any more."""
         self._ending = threading.Lock()
+        self._has_answer = False
+        """True if an answer to `consume` was not read yet."""
         pairs = [socket.socketpair() for _ in range(1 + _CONNECTIONS)]
         self._steps, *calls = [BlockingMessages(ours) for ours, _ in pairs]
         self._calls: SimpleQueue[BlockingMessages] = SimpleQueue()
@@ -107,14 +109,17 @@ class MatcherChild:
         """Advance matchers by tokens, then compute masks into rows of a buffer, for those whose row is not -1.
 
         Return a function that waits, and returns which matchers do not go on, by their places: why they failed, or None
-        if the output is complete. Call the function before anything else is sent.
+        if the output is complete. If the function is not called, because the step failed, its answer is dropped.
         """
+        self._drop_answer()
         message = Consume(matchers, tokens, buffer, rows, _take(self.reset), _take(self.dropped))
         deadline = time.monotonic() + STEP_SECONDS  # from here, because the other processes work at the same time
         with contextlib.suppress(MatchersLostError):
             self._send(self._steps, msgspec.msgpack.encode(message), STEP_SECONDS)
+            self._has_answer = True
 
         def ends() -> dict[int, BaseException | None]:
+            self._has_answer = False
             try:
                 states = self._receive(self._steps, STEP_SECONDS, deadline)
             except MatchersLostError as error:
@@ -132,11 +137,19 @@ class MatcherChild:
 
     def explain(self, matcher: int) -> BaseException:
         """Return why a matcher failed."""
+        self._drop_answer()
         try:
             self._ask(self._steps, msgspec.msgpack.encode(Explain(matcher)), STEP_SECONDS)
         except Exception as error:
             return error
         raise AssertionError("a matcher that failed has an error")
+
+    def _drop_answer(self) -> None:
+        """Read the answer to `consume` that nobody read."""
+        if self._has_answer:
+            self._has_answer = False
+            with contextlib.suppress(MatchersLostError):
+                self._receive(self._steps, STEP_SECONDS)
 
     def check(self) -> None:
         """Set `lost` if the process has ended."""

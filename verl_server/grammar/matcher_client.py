@@ -76,6 +76,7 @@ class MatcherClient:
         self._slots = [_Slot() for _ in range(processes)]
         self._turns = itertools.count()
         self._opening = threading.Lock()
+        self._is_closed = False
 
     def compile(self, grammar: str) -> RemoteMatcher:
         """Compile a translated grammar, by turns in each process.
@@ -103,7 +104,7 @@ class MatcherClient:
         """Advance each matcher by its token.
 
         Return a function that waits, and returns which matchers do not go on, by their places in `pairs`: why they
-        failed, or None if the output is complete. It must be called before anything else is sent.
+        failed, or None if the output is complete. If a step fails, it need not be called.
 
         The masks of the matchers that are `early` become the next rows of `run`, in their order. They are computed at
         once, unless the matcher does not go on: then the row has no mask.
@@ -135,13 +136,11 @@ class MatcherClient:
         return rows
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the processes. Idempotent. A process that is starting ends as soon as it has started."""
+        self._is_closed = True
         for slot in self._slots:
-            with slot.starting:
-                if slot.child is not None:
-                    slot.child.stop()
-        if self._memory is not None:
-            self._memory.close()
+            if slot.child is not None:
+                slot.child.stop()
 
     def _running(self, slot: _Slot) -> MatcherChild:
         """Return the process of a slot. Start it if there is none, or if it ended."""
@@ -152,8 +151,9 @@ class MatcherClient:
             if slot.child is not None:
                 slot.child.check()
             if slot.child is None or slot.child.lost is not None:
-                slot.child = None
                 slot.child = MatcherChild(self._memory, *self._setup)
+                if self._is_closed:
+                    slot.child.stop()
             return slot.child
 
 

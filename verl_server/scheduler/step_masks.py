@@ -110,12 +110,13 @@ class StepMasks:
 
     def expect(self, sampled: Sequence[Req]) -> None:
         """Let `consume` start the masks of a step at once. `sampled` are its requests, for which `start` is called."""
+        self._begun = None  # that of a step that failed
         self._next = {req.grammar for req in sampled if req.grammar is not None and req.grammar.late is None}
 
     def consume(self, pairs: Sequence[tuple[RequestGrammar, int]]) -> Outcomes:
         """Advance the matcher of each grammar by its token.
 
-        Return a function that waits until that is done, and returns which requests end, and why. It must be called.
+        Return a function that waits until that is done, and returns which requests end, and why.
         """
         if not pairs:
             return lambda: []
