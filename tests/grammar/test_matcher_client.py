@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from verl_server.grammar.mask_executor import MaskExecutor
 from verl_server.grammar.matcher_client import MatcherClient, RemoteMatcher, RemoteRun
 from verl_server.grammar.source import Grammar, translate
 from verl_server.ipc.blocking_messages import BlockingMessages
+from verl_server.ipc.child_process import ChildProcess
 
 _JSON = TOKENIZER.backend_tokenizer.to_str().encode()
 
@@ -306,4 +308,24 @@ def test_the_process_ends_with_its_client(client: MatcherClient) -> None:
     matcher = client.compile(regex("ab"))
     client.close()
     assert matcher.child._child.poll() is not None and "was stopped" in str(matcher.lost)
+    client.close()
+
+
+@pytest.mark.parametrize("moment", ["before it is ready", "while it reads the tokenizer"])
+def test_a_process_that_ends_while_it_starts_is_reported(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(ChildProcess):
+        def wait_ready(self, *args: Any, **options: Any) -> dict[str, Any]:
+            if moment == "before it is ready":
+                os.kill(self.pid, signal.SIGKILL)
+            info = super().wait_ready(*args, **options)
+            os.kill(self.pid, signal.SIGKILL)
+            return info
+
+    client = MatcherClient(_JSON, [EOS], VOCAB, max_rows=4, buffers=2, processes=1)
+    monkeypatch.setattr(matcher_child, "ChildProcess", Killed)
+    with pytest.raises(MatchersLostError, match=r"signal SIGKILL( while starting)?\. Send the request again") as raised:
+        client.compile(regex("ab"))
+    assert raised.value.status_code == 503 and "\n" not in str(raised.value)
+    monkeypatch.undo()
+    assert client.compile(regex("ab")).lost is None, "the next grammar starts another one"
     client.close()

@@ -16,7 +16,6 @@ from tests.scheduler.constrained import SCHEMA, GrammarHarness, HeldRun, hold, m
 from tests.scheduler.fakes import VOCAB, FakeStep, Harness, allowed_tokens, generate, prompt, update
 from verl_server.grammar import compiler
 from verl_server.grammar.mask_executor import MaskExecutor
-from verl_server.grammar.matcher_client import RemoteMatcher
 from verl_server.grammar.source import Grammar, translate
 from verl_server.messages.io_struct import (
     ContinueGenerationReq,
@@ -458,21 +457,25 @@ def test_a_step_waits_for_one_mask_unless_a_row_is_free(has_free: bool, monkeypa
     assert len(waited) >= 5 and set(waited) == {0 if has_free else 1}
 
 
+def fail_late(h: GrammarHarness, rid: str) -> None:
+    """Let the next mask of a request be late, and then fail."""
+    grammar = h.scheduler.requests[rid].grammar
+    assert grammar is not None
+    slow = grammar.open()
+    executor = hold(h, lambda matcher: matcher is slow)
+    h.steps(2)
+    (run,) = [run for run in executor.runs if run.held]
+    (row,) = run.held
+    run.fail(row)
+
+
 def test_a_late_mask_that_fails_ends_its_own_request() -> None:
     h = GrammarHarness()
     for i in range(1, 6):
         h.constrain(f"s{i}", "regex", "[a-f]{9}")
     h.compile()
-    slow: list[RemoteMatcher] = []
-    executor = hold(h, lambda matcher: matcher in slow)
     h.steps(2)
-    grammar = h.scheduler.requests["s1"].grammar
-    assert grammar is not None
-    slow.append(grammar.open())
-    h.steps(2)
-    (run,) = [run for run in executor.runs if run.held]
-    (row,) = run.held
-    run.fail(row)
+    fail_late(h, "s1")
     h.run()
     assert h.finished["s1"].status_code == 500 and all(len(h.text(f"s{i}")) == 9 for i in range(2, 6))
 
@@ -486,15 +489,7 @@ def test_a_matcher_whose_late_mask_failed_is_not_used_again() -> None:
         h.constrain(f"s{i}", "regex", "[a-f]{9}")
     h.compile()
     h.steps(2)
-    slow: list[RemoteMatcher] = []
-    executor = hold(h, lambda matcher: matcher in slow)
-    grammar = h.scheduler.requests["s1"].grammar
-    assert grammar is not None
-    slow.append(grammar.open())
-    h.steps(2)
-    (run,) = [run for run in executor.runs if run.held]
-    (row,) = run.held
-    run.fail(row)
+    fail_late(h, "s1")
     h.abort("s1")
     h.run()
     for i in range(11, 16):

@@ -1,4 +1,4 @@
-"""What goes wrong after a grammar was compiled. A process that loads no grammar library can name these errors."""
+"""Errors of grammars that were compiled. A process that loads no grammar library can name them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`MaskExecutor`: advances matchers, and computes their masks in threads, without the interpreter's lock.
 
-The `matcher_process` owns one for all requests of a server. Trials of grammars call `fill`.
+Each `matcher_process` owns one for its requests. Trials of grammars call `fill`.
 
 Most masks take some 7 microseconds, and a few take milliseconds. So each thread takes one row after the other, and a
 thread that is busy with a slow mask does not hold up the other rows.
@@ -18,7 +18,7 @@ from llguidance import LLExecutor
 from verl_server.grammar.compiler import Matcher
 from verl_server.grammar.mask_memory import FAILED, WRITTEN, States, Words
 
-_THREADS = min(2, os.cpu_count() or 1)
+_THREADS = min(2, len(os.sched_getaffinity(0)))
 """The most slow masks that are computed at the same time.
 
 After each mask, threads take turns at the interpreter's lock: with more of them, fast masks would take longer.

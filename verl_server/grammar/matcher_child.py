@@ -84,7 +84,8 @@ class MatcherChild:
             self._child.wait_ready(_START_SECONDS)
             self._ask(self._steps, msgspec.msgpack.encode(setup), _START_SECONDS)
         except ServerLaunchError as error:
-            self._raise_lost(f"did not start: {error}")
+            first, *_ = str(error).splitlines()  # the end of its log follows, which `lose` logs
+            self._raise_lost(f"did not start: {first.rstrip('.')}")
         except BadRequestError:  # the process has ended by itself
             self.stop()
             raise

@@ -23,7 +23,7 @@ from verl_server.grammar.mask_progress import MaskProgress
 from verl_server.grammar.matcher_child import STEP_SECONDS, MatcherChild
 from verl_server.grammar.matcher_messages import Compile, Copy
 
-_PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
+_PROCESSES = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 """Number of processes. Threads of one process take turns at its interpreter's lock, those of several do not."""
 
 

@@ -40,7 +40,7 @@ class Copy(msgspec.Struct, tag=True):
 
 
 Call = Compile | Copy
-"""What a thread that compiles sends."""
+"""A thread that compiles sends one of these."""
 
 
 class Consume(msgspec.Struct, tag=True):
@@ -79,7 +79,7 @@ class Explain(msgspec.Struct, tag=True):
 
 
 StepMessage = Consume | Start | Explain
-"""What the main thread of the scheduler sends."""
+"""The main thread of the scheduler sends one of these."""
 
 GOES_ON, COMPLETE, BROKEN = 0, 1, 2
 """States of a matcher after a token: it goes on, its output is complete, or it failed."""

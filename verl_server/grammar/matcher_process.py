@@ -1,8 +1,8 @@
-"""The process of the matchers: the entry of `ChildProcess("matchers", "verl_server.grammar.matcher_process")`.
+"""A process of matchers: the entry of `ChildProcess("matchers", "verl_server.grammar.matcher_process")`.
 
-A scheduler's `MatcherClient` starts it when the first request has a grammar. It compiles grammars, has the matchers of
-all requests, advances them by the sampled tokens, and writes masks into the `MaskMemory`. Threads that compute masks
-take turns at the interpreter's lock, so in the scheduler's process they would hold up the launches of steps.
+A scheduler's `MatcherClient` starts some of them with the first grammars. Each compiles grammars, has the matchers of a
+part of the requests, advances them by the sampled tokens, and writes masks into the `MaskMemory`. Threads that compute
+masks take turns at the interpreter's lock, so in the scheduler's process they would hold up the launches of steps.
 
 The main thread serves steps. Each connection for calls has a thread. Like all children, the process ends with its
 parent.
@@ -41,7 +41,7 @@ from verl_server.ipc.child_process import child_main
 
 
 class MatcherServer:
-    """The matchers of a scheduler's requests, by the numbers that the scheduler gave them."""
+    """Matchers of a scheduler's requests, by the numbers that the scheduler gave them."""
 
     def __init__(self, compiler: GrammarCompiler, memory: MaskMemory) -> None:
         self.compiler = compiler

@@ -1,7 +1,7 @@
 """`Grammars`: compiles the grammars of requests. Its `masks` computes the allowed next tokens of their outputs.
 
 The `Scheduler` owns it. A request whose grammar is not compiled yet waits here, not in the planner's queue. Threads
-wait for the process that compiles. Text workers have tried out every grammar before, so a compilation ends.
+wait for the processes that compile. Text workers have tried out every grammar before, so a compilation ends.
 
 Each running request has a matcher, which advances by the tokens that were collected. So a retraction or a pause does
 not change the matcher. If a matcher fails, only its own request ends.
@@ -68,7 +68,7 @@ class Grammars:
         self._ending: list[RequestGrammar] = []
         """Grammars of requests that ended, whose matchers may be used again."""
         self.make_matchers: Callable[[bytes, list[int], int, int, int], MatcherClient] = MatcherClient
-        """Makes the client of the process of the matchers, which starts with the first grammar."""
+        """Makes the client of the processes of the matchers, which start with the first grammars."""
         self._matchers: MatcherClient | None = None
         self._threads: ThreadPoolExecutor | None = None
 
@@ -80,7 +80,7 @@ class Grammars:
         self.refusal = None
 
     def close(self) -> None:
-        """End the process of the matchers, if there is one. Idempotent."""
+        """End the processes of the matchers, if there are any. Idempotent."""
         if self._matchers is not None:
             self._matchers.close()
 

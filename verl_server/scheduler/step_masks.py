@@ -1,8 +1,8 @@
 """`StepMasks`: computes which tokens the rows of a step may sample, and advances the matchers by sampled tokens.
 
 `Grammars` makes it. The `StepPipeline` calls `start` and `finish` between the forward pass of a step and its sampling,
-and sends and plans between these calls, while the process of the matchers computes. The `Scheduler` calls `consume` for
-each collected step.
+and sends and plans between these calls, while the processes of the matchers compute. The `Scheduler` calls `consume`
+for each collected step.
 
 Most masks take some 7 microseconds to compute, and a few take milliseconds. A wait for the slow masks would delay all
 other rows. So the step samples no token for a row whose mask is late, and a later step uses the mask. When `consume`
@@ -54,7 +54,7 @@ class MaskedStep:
 @dataclass
 class _Buffer:
     number: int
-    """Place of the buffer in the memory that the process of the matchers writes."""
+    """Place of the buffer in the memory that the processes of the matchers write."""
     words: torch.Tensor
     """int32 [max_rows, words] on the host, pinned for CUDA. The step that reads it ends before the next write."""
     run: RemoteRun | None = None
